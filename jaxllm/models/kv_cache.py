@@ -1,0 +1,170 @@
+"""Keys and values as a value: `attend(cache, q, k, v) -> (out, cache)`.
+
+A `KVCache` belongs to one layer. Given the queries, keys and values of the new tokens it returns
+what they attend to and the cache that holds them. Whatever a method does to keys, values and
+queries after the rotary embedding (transforming, quantising, evicting) is an implementation of this
+class.
+
+Letters: B batch, T new tokens, S visible keys, H query heads, K key heads, G = H / K, D, E head
+  widths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.context import Context
+
+
+class KVCache:
+    """Base of all caches; subclasses are `flax.struct.dataclass`es."""
+
+    def attend(
+        self,
+        q: Float[Array, "B T H D"],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K E"],
+        context: Context,
+    ) -> tuple[Float[Array, "B T H E"], KVCache]:
+        """What the new tokens attend to, and the cache with them in it."""
+        raise NotImplementedError
+
+    def compact(self) -> KVCache:
+        """What decoding goes on with after the prompt; the same unless a method drops or packs."""
+        return self
+
+
+def visible(
+    query_index: Int[Array, "... T"],
+    key_index: Int[Array, "... S"],
+    window: Int[Array, ""] | int | None,
+) -> Bool[Array, "... T S"]:
+    """Causal mask: keys at or before the query, and within `window` tokens, itself included."""
+    distance = query_index[..., :, None] - key_index[..., None, :]
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+def dot_product_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K E"],
+    mask: Bool[Array, "B T S"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    context: Context | None = None,
+) -> Float[Array, "B T H E"]:
+    """Grouped-query attention, softmax in float32; key head j serves queries jG .. jG + G - 1."""
+    batch, time, heads, width = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, width)
+    logits = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    # A finite minimum: rows of padding see nothing, and must not become NaN.
+    logits = jnp.where(mask[:, None, None], logits, jnp.finfo(jnp.float32).min)
+    probs = jax.nn.softmax(logits, axis=-1)
+    if context is not None:
+        flat = context.tap("attention_probs", probs.reshape(batch, heads, time, -1))
+        probs = flat.reshape(probs.shape)
+    out = jnp.einsum("bkgts,bske->btkge", probs.astype(v.dtype), v)
+    return out.reshape(batch, time, heads, v.shape[-1])
+
+
+def attention_scale(config: ModelConfig) -> float:
+    """Factor on q.k: the config's, or head_dim^-0.5."""
+    return config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+
+
+@flax.struct.dataclass
+class NoCache(KVCache):
+    """Keeps nothing: the new tokens are the whole sequence (training, perplexity, calibration)."""
+
+    def attend(self, q, k, v, context):
+        time = q.shape[1]
+        index = jnp.arange(time)[None]
+        mask = visible(index, index, context.window)
+        segment_ids = context.shared.segment_ids
+        if segment_ids is not None:
+            mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        config = context.config
+        out = dot_product_attention(
+            q,
+            k,
+            v,
+            mask,
+            scale=attention_scale(config),
+            softcap=config.attention_softcap,
+            context=context,
+        )
+        return out, self
+
+
+@flax.struct.dataclass
+class DenseCache(KVCache):
+    """Keeps every key and value at the slot of its position.
+
+    Prompts of different lengths are padded on the right: the slots of padding are overwritten
+      before any
+    query may see them. Segment ids have no meaning here.
+
+    Attributes:
+      k, v: [B, K, S, D] and [B, K, S, E]; heads before slots, so that a decoding step writes
+        contiguously.
+    """
+
+    k: Float[Array, "B K S D"]
+    v: Float[Array, "B K S E"]
+
+    def attend(self, q, k, v, context):
+        positions = context.shared.positions
+        write = jax.vmap(
+            lambda buffer, slots, new: buffer.at[:, slots].set(
+                new.swapaxes(0, 1).astype(buffer.dtype), mode="drop"
+            )
+        )
+        cache = self.replace(k=write(self.k, positions, k), v=write(self.v, positions, v))
+        mask = visible(positions, jnp.arange(self.k.shape[2])[None], context.window)
+        config = context.config
+        out = dot_product_attention(
+            q,
+            cache.k.swapaxes(1, 2).astype(q.dtype),
+            cache.v.swapaxes(1, 2).astype(q.dtype),
+            mask,
+            scale=attention_scale(config),
+            softcap=config.attention_softcap,
+            context=context,
+        )
+        return out, cache
+
+
+def init_dense_cache(
+    config: ModelConfig, params: Any, batch_size: int, num_slots: int, dtype: Any = None
+) -> tuple[DenseCache, ...]:
+    """Empty dense caches for a model, one stacked cache for every segment of `params`.
+
+    Args:
+      config: the model's.
+      params: its parameters; only the lengths of the segments are read.
+      batch_size, num_slots: B and S, the longest sequence that fits.
+      dtype: of keys and values; None = the compute type.
+    """
+    key_dim = config.head_dim
+    value_dim = key_dim if config.mla is None else config.mla.value_dim
+    dtype = config.compute_dtype if dtype is None else dtype
+
+    def empty(segment: Any) -> DenseCache:
+        layers = jax.tree.leaves(segment)[0].shape[0]
+        shape = (layers, batch_size, config.num_kv_heads, num_slots)
+        return DenseCache(
+            k=jnp.zeros((*shape, key_dim), dtype), v=jnp.zeros((*shape, value_dim), dtype)
+        )
+
+    return tuple(empty(segment) for segment in params["layers"])
