@@ -57,7 +57,7 @@ class Patch:
 
 @flax.struct.dataclass
 class PerLayer:
-    """Inputs that differ by layer: leaves have a leading layer axis and are scanned with the layers.
+    """Inputs that differ by layer: leaves have a leading layer axis, scanned with the layers.
 
     Attributes:
       head_mask: [L, H] or [L, B, H], multiplies the heads before the output projection.

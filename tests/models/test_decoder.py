@@ -1,4 +1,4 @@
-"""The decoder against itself: scanned, unrolled, packed, padded, cached and block by block agree."""
+"""The decoder against itself: scanned, unrolled, packed, padded, cached, block by block."""
 
 from __future__ import annotations
 
