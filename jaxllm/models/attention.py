@@ -86,10 +86,10 @@ def attention(
         raise TypeError(f"attention must be a mapping or an Attention, got {type(node).__name__}.")
     config = context.config
     qkv = project(x, node["qkv"], context)
-    if config.clip_qkv is not None:
-        qkv = {name: jnp.clip(y, -config.clip_qkv, config.clip_qkv) for name, y in qkv.items()}
     q, k, v = (split_heads(qkv[name], config.head_dim) for name in ("q", "k", "v"))
     q, k = qk_norm(config, node, q, k)
+    if config.clip_qkv is not None:
+        q, k, v = (jnp.clip(y, -config.clip_qkv, config.clip_qkv) for y in (q, k, v))
     if context.shared.rope is not None:
         q, k = rotate(q, *context.shared.rope), rotate(k, *context.shared.rope)
     y, cache = attend_and_project(node["o"], q, k, v, context)

@@ -164,7 +164,7 @@ class ModelConfig:
       attention_softcap, logit_softcap: c in c * tanh(x / c); None = off.
       windows: per layer, how many positions (itself included) a token sees; None = all.
       embed_scale: factor on token embeddings (Gemma: sqrt(D)).
-      clip_qkv: clamp of queries, keys and values (OLMoE); None = off.
+      clip_qkv: clamp of queries, keys and values after their norm (OLMoE); None = off.
       moe, mla: mixture of experts, latent attention; None = off.
       param_dtype, compute_dtype: storage of parameters; inputs of matrix products. Norms, softmax,
         router and logits are float32 always, products accumulate in float32.

@@ -8,6 +8,8 @@ segment is stacked.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -20,7 +22,7 @@ from jaxtyping import Array, PRNGKeyArray
 from jaxllm.models.attention import LatentAttention
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.moe import MoE
-from jaxllm.models.segments import restack, segment_length
+from jaxllm.models.segments import segment_length
 from jaxllm.models.weights import Node
 
 
@@ -148,28 +150,46 @@ def parameter_specs(config: ModelConfig) -> dict[str, Any]:
     return specs
 
 
-def _build(config: ModelConfig, make: Callable[[str, ParamSpec], Any]) -> dict[str, Any]:
-    """Maps make(path, spec) over the declaration and stacks the layers."""
-    tree = jax.tree_util.tree_map_with_path(
-        lambda path, spec: make(jax.tree_util.keystr(path, simple=True, separator="/"), spec),
-        parameter_specs(config),
-    )
-    return {**tree, "layers": restack(tree["layers"])}
+def _build(
+    config: ModelConfig, make: Callable[[list[str], ParamSpec, bool], Any]
+) -> dict[str, Any]:
+    """Maps make(paths, spec, stacked) over the declaration, runs of equal layers stacked.
+
+    A stacked parameter has one path a layer.
+    """
+    specs = parameter_specs(config)
+
+    def build(tree: Any, prefixes: list[str], stacked: bool) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, spec: make([p + path_name(path) for p in prefixes], spec, stacked), tree
+        )
+
+    segments = []
+    for layer, run in itertools.groupby(range(config.num_layers), key=specs["layers"].__getitem__):
+        segments.append(build(layer, [f"layers/{index}/" for index in run], True))
+    rest = {
+        name: build(node, [f"{name}/"], False) for name, node in specs.items() if name != "layers"
+    }
+    return {**rest, "layers": tuple(segments)}
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init_params(config: ModelConfig, key: PRNGKeyArray) -> dict[str, Any]:
     """Random parameters in the config's parameter type.
 
-    Every parameter has a key of its own, folded from its path, so that its value depends neither on
-    how layers are stacked nor on how many devices there are.
+    Every parameter of every layer has a key of its own, folded from its path, so that its value
+    depends neither on how layers are stacked nor on how many devices there are.
     """
     dtype = jnp.dtype(config.param_dtype)
 
-    def make(path: str, spec: ParamSpec) -> Array:
+    def make(paths: list[str], spec: ParamSpec, stacked: bool) -> Array:
         if spec.init != "normal":
-            return getattr(jnp, spec.init)(spec.shape, dtype)
-        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        return (config.initializer_range * jax.random.normal(own, spec.shape)).astype(dtype)
+            shape = (len(paths), *spec.shape) if stacked else spec.shape
+            return getattr(jnp, spec.init)(shape, dtype)
+        names = jnp.asarray([zlib.crc32(path.encode()) for path in paths], jnp.uint32)
+        keys = jax.vmap(lambda name: jax.random.fold_in(key, name))(names)
+        values = jax.vmap(lambda own: jax.random.normal(own, spec.shape))(keys)
+        return (config.initializer_range * (values if stacked else values[0])).astype(dtype)
 
     return _build(config, make)
 
@@ -177,7 +197,16 @@ def init_params(config: ModelConfig, key: PRNGKeyArray) -> dict[str, Any]:
 def abstract_params(config: ModelConfig) -> dict[str, Any]:
     """`jax.ShapeDtypeStruct`s of the parameters, layers stacked."""
     dtype = jnp.dtype(config.param_dtype)
-    return _build(config, lambda _, spec: jax.ShapeDtypeStruct(spec.shape, dtype))
+
+    def make(paths: list[str], spec: ParamSpec, stacked: bool) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(paths), *spec.shape) if stacked else spec.shape, dtype)
+
+    return _build(config, make)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """ "layers/0/attention/qkv/q/kernel" for a key path of `jax.tree_util`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def count_params(params: Any) -> int:
