@@ -1,0 +1,3 @@
+"""Training: objectives, optimizers, sharding, one jitted step, checkpoints, evaluation and the
+loop.
+"""
