@@ -89,6 +89,10 @@ class Taps:
         self.sites = tuple(capture)
         self.captured: dict[str, Array] = {}
 
+    def wants(self, site: str) -> bool:
+        """Whether the activation of a site is captured, for those that cost something to make."""
+        return site in self.sites
+
     def tap(
         self, site: str, value: Array, patches: tuple[Patch, ...], layer: int | Int[Array, ""]
     ) -> Array:

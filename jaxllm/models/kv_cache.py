@@ -63,19 +63,27 @@ def dot_product_attention(
 ) -> Float[Array, "B T H E"]:
     """Grouped-query attention, softmax in float32; key head j serves queries jG .. jG + G - 1."""
     batch, time, heads, width = q.shape
-    kv_heads = k.shape[2]
-    grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, width)
-    logits = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
+    kv_heads, slots, value_width = k.shape[2], k.shape[1], v.shape[-1]
+    # One product a key head: the queries of its group lie one after the other along time.
+    q = (q * scale).reshape(batch, time, kv_heads, -1, width).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(batch, kv_heads, -1, width)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    logits = jnp.einsum("bknd,bksd->bkns", q, k, preferred_element_type=jnp.float32)
+    logits = logits.reshape(batch, kv_heads, -1, time, slots)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     # A finite minimum: rows of padding see nothing, and must not become NaN.
     logits = jnp.where(mask[:, None, None], logits, jnp.finfo(jnp.float32).min)
-    probs = jax.nn.softmax(logits, axis=-1)
-    if context is not None:
-        flat = context.tap("attention_probs", probs.reshape(batch, heads, time, -1))
-        probs = flat.reshape(probs.shape)
-    out = jnp.einsum("bkgts,bske->btkge", probs.astype(v.dtype), v)
-    return out.reshape(batch, time, heads, v.shape[-1])
+    # The product is divided by the sum, not the weights: a pass over [T, S] less in each direction.
+    weights = jnp.exp(logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True)))
+    total = weights.sum(axis=-1, keepdims=True)
+    if context is not None and context.taps.wants("attention_probs"):
+        context.tap("attention_probs", (weights / total).reshape(batch, heads, time, slots))
+    weights = weights.astype(v.dtype).reshape(batch, kv_heads, -1, slots)
+    out = jnp.einsum("bkns,bksd->bknd", weights, v, preferred_element_type=jnp.float32)
+    out = out.reshape(batch, kv_heads, -1, time, value_width) / total
+    out = out.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, value_width)
+    return out.astype(v.dtype)
 
 
 def attention_scale(config: ModelConfig) -> float:

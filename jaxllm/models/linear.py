@@ -29,7 +29,12 @@ def matmul(
         raise TypeError(f"a weight must be an array or a Weight, got {type(weight).__name__}.")
     if x.shape[-1] != weight.shape[0]:
         raise ValueError(f"cannot multiply x {x.shape} by a weight of shape {weight.shape}.")
-    return x @ weight.astype(x.dtype)
+    weight = weight.astype(x.dtype)
+    if x.ndim > 2 and jax.sharding.get_abstract_mesh().empty:
+        # One row axis: XLA's CPU compiler copies operands to contract over two of them, as the
+        # gradient of the weight does. On a mesh the axes may be sharded apart, and stay apart.
+        return (x.reshape(-1, x.shape[-1]) @ weight).reshape(*x.shape[:-1], -1)
+    return x @ weight
 
 
 def linear(

@@ -76,8 +76,13 @@ class LoopConfig:
     peak_flops: float | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("log_every", 0), ("eval_every", 0),
-                            ("checkpoint_every", 0), ("accumulate", 1)):
+        for name, least in (
+            ("steps", 1),
+            ("log_every", 0),
+            ("eval_every", 0),
+            ("checkpoint_every", 0),
+            ("accumulate", 1),
+        ):
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"loop.{name}={value} must be at least {least}.")
@@ -152,8 +157,12 @@ def train(
         schedule = optimizers.create_schedule(optimizer.schedule)
         optimizer = optimizers.create_optimizer(optimizer)
     layout = {
-        "seed": config.seed, "ema": config.ema_decay is not None, "trainable": trainable,
-        "mesh": mesh, "axes": axes, "rules": rules,
+        "seed": config.seed,
+        "ema": config.ema_decay is not None,
+        "trainable": trainable,
+        "mesh": mesh,
+        "axes": axes,
+        "rules": rules,
     }
     store = checkpoints.Checkpoints(
         pathlib.Path(workdir) / "checkpoints", keep=config.keep, fingerprint=loader.fingerprint()
@@ -168,15 +177,27 @@ def train(
             state, notes = store.restore(abstract_state(params, optimizer, **layout))
         del params
         step = make_train_step(
-            loss, optimizer, mesh=mesh, rules=rules, accumulate=config.accumulate,
-            trainable=trainable, schedule=schedule, ema_decay=config.ema_decay,
+            loss,
+            optimizer,
+            mesh=mesh,
+            rules=rules,
+            accumulate=config.accumulate,
+            trainable=trainable,
+            schedule=schedule,
+            ema_decay=config.ema_decay,
         )
         writer = writers.create_writer(
             workdir, resume_step, tensorboard=config.tensorboard, extra=extra_writers
         )
         log = progress.Progress(
-            writer, notes, steps=config.steps, done=resume_step or 0, every=config.log_every,
-            flops_per_token=flops_per_token, peak_flops=config.peak_flops, bar=config.progress,
+            writer,
+            notes,
+            steps=config.steps,
+            done=resume_step or 0,
+            every=config.log_every,
+            flops_per_token=flops_per_token,
+            peak_flops=config.peak_flops,
+            bar=config.progress,
         )
         with interrupt.listening() as signal, log:
             run = _Run(config, store, log, writer, evaluate, notes)
@@ -246,8 +267,11 @@ class _Run:
         if nonfinite or not math.isfinite(float(values["loss"].total)):
             self._store.wait()
             last = self._store.latest_step()
-            kept = "there is no checkpoint yet" if last is None else (
-                f"the last good checkpoint is {self._store.folder / str(last)}")
+            kept = (
+                "there is no checkpoint yet"
+                if last is None
+                else (f"the last good checkpoint is {self._store.folder / str(last)}")
+            )
             raise NonFiniteError(
                 f"step {step}: loss {values['loss'].compute()}, gradient norm "
                 f"{values['gradient_norm'].compute()}; {kept}."

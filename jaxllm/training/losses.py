@@ -248,7 +248,10 @@ def _over_rows(function, shape: tuple[int, ...], by_row_in, by_row_out):
         return jax.tree.map(lambda by_row: rows if by_row else PartitionSpec(), flags)
 
     return jax.shard_map(
-        local, in_specs=specs(by_row_in), out_specs=specs(by_row_out), axis_names=set(axes),
+        local,
+        in_specs=specs(by_row_in),
+        out_specs=specs(by_row_out),
+        axis_names=set(axes),
         check_vma=False,
     )
 
@@ -330,8 +333,9 @@ def _as_batch(hidden, head, targets, weights, vocab_axis: int):
 def _check_rows(name: str, shape, targets, weights) -> None:
     for other, x in (("targets", targets), ("weights", weights)):
         if x is not None and x.shape != shape[:-1]:
-            raise ValueError(f"{other} {x.shape} do not fit {name} {tuple(shape)}: "
-                             f"expected {tuple(shape[:-1])}.")
+            raise ValueError(
+                f"{other} {x.shape} do not fit {name} {tuple(shape)}: expected {tuple(shape[:-1])}."
+            )
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"targets must be integers, got {targets.dtype}.")
 

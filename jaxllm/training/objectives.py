@@ -64,8 +64,14 @@ def language_model_loss(
         targets, weights = batch["targets"], batch["weights"]
         if fused:
             sums = losses.fused_cross_entropy(
-                outputs.hidden, head, targets, weights, vocab_axis=vocab_axis,
-                softcap=config.logit_softcap, z_loss=z_loss, chunk=chunk,
+                outputs.hidden,
+                head,
+                targets,
+                weights,
+                vocab_axis=vocab_axis,
+                softcap=config.logit_softcap,
+                z_loss=z_loss,
+                chunk=chunk,
             )
         else:
             sums = losses.cross_entropy(outputs.logits, targets, weights, z_loss=z_loss)
@@ -89,13 +95,9 @@ def language_model_loss(
     return loss
 
 
-def forward(
-    config: ModelConfig, params: Any, batch: Batch, *, head: bool = True
-) -> ModelOutputs:
+def forward(config: ModelConfig, params: Any, batch: Batch, *, head: bool = True) -> ModelOutputs:
     """The decoder on a batch, with its segment ids and positions if it has them."""
-    inputs = ModelInputs(
-        positions=batch.get("positions"), segment_ids=batch.get("segment_ids")
-    )
+    inputs = ModelInputs(positions=batch.get("positions"), segment_ids=batch.get("segment_ids"))
     return decoder.forward(config, params, batch["tokens"], inputs, head=head)
 
 
@@ -121,13 +123,17 @@ def sequence_log_probs(
     outputs = forward(config, params, batch, head=head is None)
     if head is None:
         logits = outputs.logits - jax.nn.logsumexp(outputs.logits, axis=-1, keepdims=True)
-        log_probs = jnp.take_along_axis(
-            logits, batch["targets"][..., None], axis=-1, mode="clip"
-        )[..., 0]
+        log_probs = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1, mode="clip")[
+            ..., 0
+        ]
     else:
         log_probs = losses.token_log_probs(
-            outputs.hidden, head, batch["targets"], vocab_axis=axis,
-            softcap=config.logit_softcap, chunk=chunk,
+            outputs.hidden,
+            head,
+            batch["targets"],
+            vocab_axis=axis,
+            softcap=config.logit_softcap,
+            chunk=chunk,
         )
     return (log_probs * batch["weights"]).sum(-1)
 

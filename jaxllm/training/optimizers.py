@@ -51,12 +51,16 @@ class ScheduleConfig:
     end_fraction: float = 0.1
 
     def __post_init__(self) -> None:
-        _require(self.name in _SCHEDULES,
-                 f"schedule.name={self.name!r} is unknown: expected one of {_SCHEDULES}.")
+        _require(
+            self.name in _SCHEDULES,
+            f"schedule.name={self.name!r} is unknown: expected one of {_SCHEDULES}.",
+        )
         _require(self.peak > 0, f"schedule.peak={self.peak} must be positive.")
         _require(self.warmup_steps >= 0, f"schedule.warmup_steps={self.warmup_steps} is negative.")
-        _require(0 <= self.end_fraction <= 1,
-                 f"schedule.end_fraction={self.end_fraction} must lie in [0, 1].")
+        _require(
+            0 <= self.end_fraction <= 1,
+            f"schedule.end_fraction={self.end_fraction} must lie in [0, 1].",
+        )
         if self.name == "constant":
             return
         _require(
@@ -102,8 +106,10 @@ class OptimizerConfig:
     state_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        _require(self.name in _NAMES,
-                 f"optimizer.name={self.name!r} is unknown: expected one of {_NAMES}.")
+        _require(
+            self.name in _NAMES,
+            f"optimizer.name={self.name!r} is unknown: expected one of {_NAMES}.",
+        )
         for name in ("b1", "b2", "momentum"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optimizer.{name}={value} must lie in [0, 1).")
@@ -111,8 +117,10 @@ class OptimizerConfig:
             value = getattr(self, name)
             _require(value >= 0, f"optimizer.{name}={value} must not be negative.")
         _require(self.adam_scale > 0, f"optimizer.adam_scale={self.adam_scale} must be positive.")
-        _require(self.clip_norm is None or self.clip_norm > 0,
-                 f"optimizer.clip_norm={self.clip_norm} must be positive, or None for no clipping.")
+        _require(
+            self.clip_norm is None or self.clip_norm > 0,
+            f"optimizer.clip_norm={self.clip_norm} must be positive, or None for no clipping.",
+        )
 
 
 def create_schedule(config: ScheduleConfig) -> optax.Schedule:
@@ -188,8 +196,12 @@ def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
         return optax.chain(optax.adafactor(learning_rate=None), optax.scale(-1.0))
     # Root mean square 0.2, as Adam's updates have (arXiv:2502.16982): one learning rate fits both.
     muon = optax.contrib.muon(
-        learning_rate=1.0, beta=config.momentum, eps=config.eps, mu_dtype=dtype,
-        muon_weight_dimension_numbers=muon_dimensions, consistent_rms=0.2,
+        learning_rate=1.0,
+        beta=config.momentum,
+        eps=config.eps,
+        mu_dtype=dtype,
+        muon_weight_dimension_numbers=muon_dimensions,
+        consistent_rms=0.2,
     )
     orthogonal = optax.chain(muon, optax.scale(-1.0))
     adam = optax.chain(
@@ -201,6 +213,7 @@ def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def _muon_labels(params: Any) -> Any:
     return jax.tree.map(
-        lambda numbers: "adam" if numbers is None else "muon", muon_dimensions(params),
+        lambda numbers: "adam" if numbers is None else "muon",
+        muon_dimensions(params),
         is_leaf=lambda x: x is None or isinstance(x, optax.contrib.MuonDimensionNumbers),
     )

@@ -13,7 +13,7 @@ Predicate = Callable[[str, Any], bool]
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """"layers/0/attention/qkv/q/kernel" for a key path of `jax.tree_util`."""
+    """ "layers/0/attention/qkv/q/kernel" for a key path of `jax.tree_util`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

@@ -53,7 +53,11 @@ class Progress:
         self._since: float | None = None
         hidden = not bar or jax.process_index() != 0
         self._bar = tqdm(
-            total=steps, initial=done, disable=hidden, unit="step", dynamic_ncols=True,
+            total=steps,
+            initial=done,
+            disable=hidden,
+            unit="step",
+            dynamic_ncols=True,
             desc="training",
         )
 

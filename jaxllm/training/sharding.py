@@ -123,7 +123,9 @@ def use(mesh: Mesh | None, rules: Rules | None = None) -> Iterator[None]:
 
 
 def partition_spec(
-    shape: Sequence[int], axes: Sequence[str | None] | None, mesh: AnyMesh,
+    shape: Sequence[int],
+    axes: Sequence[str | None] | None,
+    mesh: AnyMesh,
     rules: Rules | None = None,
 ) -> PartitionSpec:
     """The mesh axes of each dimension of an array whose dimensions are named `axes`.

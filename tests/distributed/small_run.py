@@ -16,8 +16,14 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.training import loop, objectives, optimizers, sharding, writers
 
 MODEL = ModelConfig(
-    vocab_size=64, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=32,
-    max_positions=32, tie_embeddings=True,
+    vocab_size=64,
+    embed_dim=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=32,
+    max_positions=32,
+    tie_embeddings=True,
 )
 ROWS, LENGTH = 8, 16
 
@@ -57,12 +63,19 @@ def run(workdir, steps=20, mesh_config=None, accumulate=1, model=MODEL, pause=0.
     """Trains and returns the loss of every step (on the first process)."""
     mesh = None if mesh_config is None else sharding.create_mesh(mesh_config)
     loop.train(
-        loop.LoopConfig(steps=steps, log_every=1, checkpoint_every=10, accumulate=accumulate,
-                        progress=False, tensorboard=False),
+        loop.LoopConfig(
+            steps=steps,
+            log_every=1,
+            checkpoint_every=10,
+            accumulate=accumulate,
+            progress=False,
+            tensorboard=False,
+        ),
         loss=objectives.language_model_loss(model, chunk=32),
         params=lambda: parameters.init_params(model, jax.random.key(0)),
         optimizer=optimizers.OptimizerConfig(
-            schedule=optimizers.ScheduleConfig("constant", peak=0.01), weight_decay=0.1),
+            schedule=optimizers.ScheduleConfig("constant", peak=0.01), weight_decay=0.1
+        ),
         loader=Loader(pause),
         workdir=workdir,
         mesh=mesh,

@@ -33,8 +33,10 @@ def test_the_curve_goes_down(single):
 
 @pytest.mark.parametrize(
     ("mesh", "accumulate"),
-    [(sharding.MeshConfig(fsdp=4, tensor=2), 1),
-     (sharding.MeshConfig(data=2, fsdp=2, context=2), 2)],
+    [
+        (sharding.MeshConfig(fsdp=4, tensor=2), 1),
+        (sharding.MeshConfig(data=2, fsdp=2, context=2), 2),
+    ],
 )
 def test_eight_devices(single, tmp_path, mesh, accumulate):
     curve = small_run.run(tmp_path, mesh_config=mesh, accumulate=accumulate)
@@ -80,11 +82,24 @@ def _two_processes(workdir, steps, pause=0.0):
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling is most of the time
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }
-    command = [sys.executable, small_run.__file__, str(workdir), str(steps), "2", "2", address,
-               str(pause)]
+    command = [
+        sys.executable,
+        small_run.__file__,
+        str(workdir),
+        str(steps),
+        "2",
+        "2",
+        address,
+        str(pause),
+    ]
     processes = [
-        subprocess.Popen([*command, str(index), "2"], env=environment, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        subprocess.Popen(
+            [*command, str(index), "2"],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         for index in range(2)
     ]
     try:

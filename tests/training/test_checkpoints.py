@@ -56,7 +56,8 @@ def test_restores_onto_another_mesh(tmp_path):
         restored, _ = store.restore(target)
         jax.tree.map(np.testing.assert_array_equal, restored.params, saved.params)
         assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
-            lambda x: x.sharding, target)
+            lambda x: x.sharding, target
+        )
     store.close()
 
 

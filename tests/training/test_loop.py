@@ -18,7 +18,13 @@ from jaxllm.training.checkpoints import CheckpointError
 from tests.training import toy
 
 CONFIG = loop.LoopConfig(
-    steps=8, log_every=3, eval_every=4, checkpoint_every=2, keep=2, ema_decay=0.9, progress=False,
+    steps=8,
+    log_every=3,
+    eval_every=4,
+    checkpoint_every=2,
+    keep=2,
+    ema_decay=0.9,
+    progress=False,
     tensorboard=False,
 )
 OPTIMIZER = optimizers.OptimizerConfig(
@@ -34,8 +40,14 @@ def _train(workdir, loader=None, config=CONFIG, **options):
         return evaluate.evaluate(eval_step, state.params, [toy.batch(0, seed=9)], total_bytes=50)
 
     return loop.train(
-        config, loss=toy.loss, params=toy.init, optimizer=OPTIMIZER,
-        loader=loader or toy.Loader(noise=0.1), workdir=workdir, evaluate=evaluation, **options,
+        config,
+        loss=toy.loss,
+        params=toy.init,
+        optimizer=OPTIMIZER,
+        loader=loader or toy.Loader(noise=0.1),
+        workdir=workdir,
+        evaluate=evaluation,
+        **options,
     )
 
 
@@ -118,7 +130,9 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path, uninterrupted):
     )
     root = pathlib.Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONPATH": str(root)},
     )
     metrics = tmp_path / "metrics.jsonl"
@@ -148,8 +162,12 @@ def test_sigterm_handler_is_given_back(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"steps": 0}, "loop.steps=0"), ({"accumulate": 0}, "loop.accumulate=0"),
-     ({"log_every": -1}, "loop.log_every=-1"), ({"ema_decay": 1.0}, "loop.ema_decay=1.0")],
+    [
+        ({"steps": 0}, "loop.steps=0"),
+        ({"accumulate": 0}, "loop.accumulate=0"),
+        ({"log_every": -1}, "loop.log_every=-1"),
+        ({"ema_decay": 1.0}, "loop.ema_decay=1.0"),
+    ],
 )
 def test_bad_configs_are_refused(change, message):
     with pytest.raises(ValueError, match=message):

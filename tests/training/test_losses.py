@@ -52,9 +52,13 @@ def test_plain_is_the_textbook_formula():
 
 @settings(max_examples=6)
 @given(
-    batch=st.integers(1, 3), length=st.integers(1, 9), chunk=st.integers(1, 12),
-    vocab_axis=st.sampled_from([0, 1]), softcap=st.sampled_from([None, 3.0]),
-    z_loss=st.sampled_from([0.0, 0.05]), seed=st.integers(0, 99),
+    batch=st.integers(1, 3),
+    length=st.integers(1, 9),
+    chunk=st.integers(1, 12),
+    vocab_axis=st.sampled_from([0, 1]),
+    softcap=st.sampled_from([None, 3.0]),
+    z_loss=st.sampled_from([0.0, 0.05]),
+    seed=st.integers(0, 99),
 )
 def test_fused_equals_plain(batch, length, chunk, vocab_axis, softcap, z_loss, seed):
     hidden, head, targets, weights = _inputs(batch, length, 3, 5, seed, np.float64)
@@ -86,6 +90,7 @@ def test_fused_equals_plain(batch, length, chunk, vocab_axis, softcap, z_loss, s
 
 def test_fused_in_bfloat16_stays_near_float32():
     hidden, head, targets, weights = _inputs(2, 16, 32, 50)
+
     def grads(dtype):
         return jax.grad(
             lambda h, w: losses.fused_cross_entropy(h, w, targets, weights, chunk=8).total, (0, 1)
@@ -185,5 +190,8 @@ def test_on_a_mesh_the_head_gradient_is_summed_once(function):
     text = compiled.as_text()
     assert "while(" in text  # more than one chunk
     loops = text[: text.index("\nENTRY")]
-    assert not [line for line in loops.splitlines()
-                if re.search(r" (all-reduce|reduce-scatter)\(", line) and "[12,20]" in line]
+    assert not [
+        line
+        for line in loops.splitlines()
+        if re.search(r" (all-reduce|reduce-scatter)\(", line) and "[12,20]" in line
+    ]

@@ -94,7 +94,9 @@ def test_training_imports_no_tensorflow_and_starts_no_device():
     )
     root = pathlib.Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
         env=os.environ | {"PYTHONPATH": str(root)},
     )
     assert done.returncode == 0, done.stderr

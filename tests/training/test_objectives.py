@@ -33,7 +33,8 @@ def test_fused_and_plain_agree(model, batch):
     fused, plain = (
         _value_and_grads(
             objectives.language_model_loss(model, implementation=name, z_loss=0.01, chunk=24),
-            params, batch,
+            params,
+            batch,
         )
         for name in ("fused", "plain")
     )
@@ -153,7 +154,12 @@ def test_unknown_implementation_is_refused():
 
 def test_flops_count_matrices_and_attention():
     model = ModelConfig(
-        vocab_size=100, embed_dim=8, num_layers=2, num_heads=2, num_kv_heads=1, mlp_dim=16,
+        vocab_size=100,
+        embed_dim=8,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        mlp_dim=16,
     )
     layer = 8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16
     assert flops.active_matrix_params(model) == 2 * layer + 8 * 100

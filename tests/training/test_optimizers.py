@@ -65,17 +65,25 @@ def test_adamw_is_optax_adamw():
         optax.clip_by_global_norm(0.05),
         optax.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.3, mask=optimizers.decay_mask),
     )
-    a, b = jax.jit(lambda: tuple(
-        optimizer.update(grads, optimizer.init(params), params)[0] for optimizer in (ours, theirs)
-    ))()
+    a, b = jax.jit(
+        lambda: tuple(
+            optimizer.update(grads, optimizer.init(params), params)[0]
+            for optimizer in (ours, theirs)
+        )
+    )()
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
 
 
 def test_decay_spares_norms_and_biases():
     params = {
         "embed": {"tokens": 1.0},
-        "layers": ({"attention": {"q_norm": {"scale": 1.0}, "o": {"kernel": 1.0, "bias": 1.0}},
-                    "feedforward_norm": {"scale": 1.0}, "feedforward_post_norm": {"bias": 1.0}},),
+        "layers": (
+            {
+                "attention": {"q_norm": {"scale": 1.0}, "o": {"kernel": 1.0, "bias": 1.0}},
+                "feedforward_norm": {"scale": 1.0},
+                "feedforward_post_norm": {"bias": 1.0},
+            },
+        ),
         "final_norm": {"scale": 1.0},
         "lm_head": {"kernel": 1.0},
     }
@@ -100,15 +108,19 @@ def test_muon_orthogonalises_the_layers_only():
 
 def test_muon_leaves_routers_to_adam():
     layer = {
-        "feedforward": {"router": {"kernel": jnp.ones((2, 4, 3))},
-                        "experts": {"down": {"kernel": jnp.ones((2, 3, 5, 4))}}},
+        "feedforward": {
+            "router": {"kernel": jnp.ones((2, 4, 3))},
+            "experts": {"down": {"kernel": jnp.ones((2, 3, 5, 4))}},
+        },
         "attention": {"qkv": {"q": {"kernel": jnp.ones((2, 4, 4)), "bias": jnp.ones((2, 4))}}},
     }
     params = {"layers": (layer,), "lm_head": {"kernel": jnp.ones((4, 9))}}
     dimensions = optimizers.muon_dimensions(params)
     chosen = [
-        partition.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(
-            dimensions, is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers))
+        partition.path_name(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(
+            dimensions, is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers)
+        )
     ]
     assert chosen == ["layers/0/attention/qkv/q/kernel", "layers/0/feedforward/experts/down/kernel"]
 

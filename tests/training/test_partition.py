@@ -36,8 +36,13 @@ def test_partition_and_combine_are_inverse(names):
 
 def test_predicates_by_path():
     def chosen(predicate):
-        return {name for name, keep in zip(NAMES, jax.tree.leaves(partition.mask(TREE, predicate)),
-                                           strict=True) if keep}
+        return {
+            name
+            for name, keep in zip(
+                NAMES, jax.tree.leaves(partition.mask(TREE, predicate)), strict=True
+            )
+            if keep
+        }
 
     assert chosen(partition.trainable) == {"a/kernel", "b/0", "b/1"}
     assert chosen(partition.matching("^b/", "nothing")) == {"b/0", "b/1"}

@@ -39,8 +39,16 @@ def test_bad_meshes_are_refused(make, message):
         make()
 
 
-@given(st.lists(st.tuples(st.sampled_from(["vocab", "embed", "heads", "mlp", "norm", "batch"]),
-                          st.integers(1, 24)), min_size=1, max_size=4, unique_by=lambda x: x[0]))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["vocab", "embed", "heads", "mlp", "norm", "batch"]), st.integers(1, 24)
+        ),
+        min_size=1,
+        max_size=4,
+        unique_by=lambda x: x[0],
+    )
+)
 def test_specs_always_divide_and_never_repeat(dimensions):
     mesh = sharding.create_mesh(sharding.MeshConfig(fsdp=4, tensor=2))
     axes, shape = zip(*dimensions, strict=True)
@@ -55,7 +63,8 @@ def test_specs_always_divide_and_never_repeat(dimensions):
 def test_specs_by_example(mesh):
     assert sharding.partition_spec((32, 16), ("vocab", "embed"), mesh) == P("tensor", "fsdp")
     assert sharding.partition_spec((2, 16, 6), ("layers", "embed", "mlp"), mesh) == P(
-        None, "fsdp", "tensor")
+        None, "fsdp", "tensor"
+    )
     assert sharding.partition_spec((16, 5), ("embed", "mlp"), mesh) == P("fsdp", None)
     assert sharding.partition_spec((6, 4), ("embed", "mlp"), mesh) == P(None, "tensor")
     assert sharding.partition_spec((4,), None, mesh) == P(None)
@@ -69,7 +78,8 @@ def test_errors_name_the_parameter(mesh):
     with pytest.raises(ValueError, match="layers/0/kernel: .*'colour'"):
         sharding.named_shardings(
             {"layers": ({"kernel": jnp.ones((4, 4))},)},
-            {"layers": ({"kernel": P("embed", "colour")},)}, mesh,
+            {"layers": ({"kernel": P("embed", "colour")},)},
+            mesh,
         )
 
 

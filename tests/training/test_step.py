@@ -15,8 +15,9 @@ from jaxllm.training.metrics import Mean
 from tests.training import toy
 
 SGD = optimizers.create_optimizer(
-    optimizers.OptimizerConfig("sgd", optimizers.ScheduleConfig("constant", peak=0.1), momentum=0.0,
-                               clip_norm=0.2)
+    optimizers.OptimizerConfig(
+        "sgd", optimizers.ScheduleConfig("constant", peak=0.1), momentum=0.0, clip_norm=0.2
+    )
 )
 ADAM = optimizers.create_optimizer(
     optimizers.OptimizerConfig(schedule=optimizers.ScheduleConfig("constant", peak=0.02))
@@ -37,9 +38,9 @@ def test_accumulation_weighs_tokens_exactly(accumulate):
         results.append(step.make_train_step(toy.loss, SGD, accumulate=count)(carried, batch))
     (one, one_metrics), (many, many_metrics) = results
     _close(one.params, many.params, rtol=0, atol=1e-6)
-    assert set(one_metrics) == set(many_metrics) == {
-        "loss", "accuracy", "gradient_norm", "nonfinite"
-    }
+    assert (
+        set(one_metrics) == set(many_metrics) == {"loss", "accuracy", "gradient_norm", "nonfinite"}
+    )
     _close(metrics.compute(one_metrics), metrics.compute(many_metrics), rtol=1e-6)
     assert float(many_metrics["loss"].weight) == batch["weights"].sum()
 

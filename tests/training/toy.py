@@ -14,8 +14,12 @@ VOCAB, DIM, LENGTH, ROWS = 13, 4, 6, 8
 
 AXES = {
     "embed": {"tokens": PartitionSpec("vocab", "embed")},
-    "layers": ({"attention_norm": {"scale": PartitionSpec("layers", "norm")},
-                "o": {"kernel": PartitionSpec("layers", "heads", "embed")}},),
+    "layers": (
+        {
+            "attention_norm": {"scale": PartitionSpec("layers", "norm")},
+            "o": {"kernel": PartitionSpec("layers", "heads", "embed")},
+        },
+    ),
     "lm_head": {"kernel": PartitionSpec("embed", "vocab")},
 }
 
@@ -29,8 +33,12 @@ def init():
 
     return {
         "embed": {"tokens": normal(VOCAB, DIM)},
-        "layers": ({"attention_norm": {"scale": jnp.ones((2, DIM))},
-                    "o": {"kernel": normal(2, DIM, DIM, scale=0.3)}},),
+        "layers": (
+            {
+                "attention_norm": {"scale": jnp.ones((2, DIM))},
+                "o": {"kernel": normal(2, DIM, DIM, scale=0.3)},
+            },
+        ),
         "lm_head": {"kernel": normal(DIM, VOCAB)},
     }
 

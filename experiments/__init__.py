@@ -1,0 +1,1 @@
+"""Runners: one module an experiment, started by `python -m experiments.launch`."""

@@ -1,0 +1,1 @@
+"""Pallas kernels for TPU and GPU, one folder an operation, each with a plain JAX reference."""
