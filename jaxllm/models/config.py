@@ -13,7 +13,7 @@ _NORMS = ("rmsnorm", "layernorm")
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 _QK_NORMS = (None, "head", "whole")
 _POSITIONS = ("rope", "learned")
-_REMAT = ("none", "dots", "full")
+_REMAT = ("none", "all_dots", "dots", "full")
 _SCORINGS = ("softmax", "sigmoid")
 
 
@@ -168,7 +168,8 @@ class ModelConfig:
       moe, mla: mixture of experts, latent attention; None = off.
       param_dtype, compute_dtype: storage of parameters; inputs of matrix products. Norms, softmax,
         router and logits are float32 always, products accumulate in float32.
-      remat: what the backward pass of a layer recomputes: nothing, all but products, everything.
+      remat: what the backward pass of a layer recomputes: nothing; all but matrix products; also
+        the products of attention; everything.
       initializer_range: standard deviation of random initial weights.
       bos_token_id, eos_token_ids, pad_token_id: as the checkpoint states them.
     """
@@ -206,7 +207,7 @@ class ModelConfig:
     mla: MLAConfig | None = None
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
-    remat: Literal["none", "dots", "full"] = "none"
+    remat: Literal["none", "all_dots", "dots", "full"] = "none"
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxllm.models.context import Context
+from jaxllm.models.placement import on_one_device
 from jaxllm.models.weights import Group, Weight
 
 
@@ -30,7 +31,7 @@ def matmul(
     if x.shape[-1] != weight.shape[0]:
         raise ValueError(f"cannot multiply x {x.shape} by a weight of shape {weight.shape}.")
     weight = weight.astype(x.dtype)
-    if x.ndim > 2 and jax.sharding.get_abstract_mesh().empty:
+    if x.ndim > 2 and on_one_device():
         # One row axis: XLA's CPU compiler copies operands to contract over two of them, as the
         # gradient of the weight does. On a mesh the axes may be sharded apart, and stay apart.
         return (x.reshape(-1, x.shape[-1]) @ weight).reshape(*x.shape[:-1], -1)

@@ -15,7 +15,7 @@ def llama_15m() -> ModelConfig:
         mlp_dim=768,
         max_positions=256,
         tie_embeddings=True,
-        remat="dots",
+        remat="all_dots",
     )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as Axes
 from jaxtyping import Array, Float, Int, UInt8
 
+from jaxllm.models.parameters import path_name
 from jaxllm.models.weights import Weight
 
 
@@ -106,7 +107,7 @@ def quantize_params(
     """
 
     def convert(path: Any, leaf: Array) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = path_name(path)
         if not name.endswith("/kernel") or not select(name):
             return leaf
         return quantize(leaf, bits, group_size)

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxllm.models import parameters
 from jaxllm.models.config import ModelConfig
-from jaxllm.training.partition import path_name
+from jaxllm.models.parameters import path_name
 
 # Dense bfloat16 peak of one device, in operations a second, by `jax.Device.device_kind` (vendors'
 # data sheets).

@@ -16,6 +16,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jaxllm.models import parameters
 from jaxllm.training import (
     checkpoints,
     interrupt,
@@ -303,5 +304,5 @@ def _tokens(batch: Any) -> int:
     """Tokens of a host batch, padding included: every array named "tokens"."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
     return sum(
-        leaf.size for path, leaf in leaves if partition.path_name(path).split("/")[-1] == "tokens"
+        leaf.size for path, leaf in leaves if parameters.path_name(path).split("/")[-1] == "tokens"
     )

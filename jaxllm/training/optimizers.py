@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxllm.models import parameters
 from jaxllm.training import partition
 
 _NAMES = ("adamw", "adafactor", "muon", "sgd")
@@ -170,7 +171,7 @@ def muon_dimensions(params: Any) -> Any:
     """
 
     def dimensions(path: tuple[Any, ...], leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
-        name = partition.path_name(path)
+        name = parameters.path_name(path)
         in_layer = re.search(r"(^|/)layers/", name) and not re.search(r"(^|/)router/", name)
         if not in_layer or _VECTORS.search(name) or leaf.ndim < 3:
             return None

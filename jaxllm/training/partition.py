@@ -9,12 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxllm.models.parameters import path_name
+
 Predicate = Callable[[str, Any], bool]
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """ "layers/0/attention/qkv/q/kernel" for a key path of `jax.tree_util`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def trainable(path: str, leaf: Any) -> bool:

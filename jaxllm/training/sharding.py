@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.training.partition import path_name
+from jaxllm.models.parameters import path_name
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert", "context")
 

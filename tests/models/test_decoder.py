@@ -91,7 +91,7 @@ def test_dense_cache_equals_recomputing(model, tokens, run):
         chex.assert_trees_all_close(outputs.logits, full[:, start:stop], **TOLERANCE)
 
 
-@pytest.mark.parametrize("policy", ["dots", "full"])
+@pytest.mark.parametrize("policy", ["all_dots", "dots", "full"])
 def test_remat_changes_no_gradient(models, tokens, policy):
     config, params = models["gemma2"]
 
@@ -141,3 +141,19 @@ def test_shapes_that_do_not_fit_are_refused(llama, tokens):
         forward(config.replace(num_layers=4), params, tokens)
     with pytest.raises(ValueError, match="0 caches for 1 segments"):
         forward(config, params, tokens, cache=())
+
+
+def test_long_rows_attend_in_blocks_of_queries_to_the_same_effect(models):
+    """Asking for the attention weights turns the blocks off."""
+    config, params = models["llama"]
+    config = config.replace(windows=(20, 20, 20))
+    tokens = jax.random.randint(jax.random.key(3), (2, 131), 0, config.vocab_size)
+    segment_ids = jnp.broadcast_to(jnp.array([1] * 50 + [2] * 70 + [0] * 11), (2, 131))
+    run = jax.jit(
+        lambda capture, p: (
+            forward(config, p, tokens, ModelInputs(segment_ids=segment_ids), capture=capture).logits
+        ),
+        static_argnums=0,
+    )
+    blocks, whole = run((), params), run(("attention_probs",), params)
+    chex.assert_trees_all_close(blocks, whole, **TOLERANCE)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxllm.models import parameters
 from jaxllm.training import optimizers, partition, state, step
 from tests.training import toy
 
@@ -88,7 +89,7 @@ def test_decay_spares_norms_and_biases():
         "lm_head": {"kernel": 1.0},
     }
     leaves, _ = jax.tree_util.tree_flatten_with_path(optimizers.decay_mask(params))
-    decayed = {partition.path_name(path) for path, value in leaves if value}
+    decayed = {parameters.path_name(path) for path, value in leaves if value}
     assert decayed == {"embed/tokens", "layers/0/attention/o/kernel", "lm_head/kernel"}
 
 
@@ -117,7 +118,7 @@ def test_muon_leaves_routers_to_adam():
     params = {"layers": (layer,), "lm_head": {"kernel": jnp.ones((4, 9))}}
     dimensions = optimizers.muon_dimensions(params)
     chosen = [
-        partition.path_name(path)
+        parameters.path_name(path)
         for path, _ in jax.tree_util.tree_leaves_with_path(
             dimensions, is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers)
         )

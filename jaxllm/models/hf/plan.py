@@ -14,7 +14,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.hf.errors import CheckpointError
 from jaxllm.models.hf.names import Entry, Family, Path
 from jaxllm.models.hf.source import Source
-from jaxllm.models.parameters import abstract_params
+from jaxllm.models.parameters import abstract_params, path_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def plan_leaves(config: ModelConfig, family: Family, present: set[str] | None = 
         starts.append(layer)
         layer += jax.tree.leaves(segment)[0].shape[0]
     for keys, struct in jax.tree_util.tree_leaves_with_path(params):
-        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        path = path_name(keys)
         parts: Path = tuple(path.split("/"))
         first_layer = None
         if parts[0] == "layers":

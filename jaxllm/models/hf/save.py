@@ -20,6 +20,7 @@ from jaxllm.models.hf.export import config_to_hf
 from jaxllm.models.hf.names import family_of
 from jaxllm.models.hf.plan import Leaf, plan_leaves
 from jaxllm.models.hf.safetensors_io import DTYPES, INDEX, plan_shards, write_file
+from jaxllm.models.parameters import path_name
 from jaxllm.models.segments import segment_length
 from jaxllm.models.weights import Weight
 
@@ -190,7 +191,7 @@ def _is_weight(node: Any) -> bool:
 
 def _paths(tree: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_weight)
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in leaves}
+    return {path_name(p): leaf for p, leaf in leaves}
 
 
 def _reader(
