@@ -12,7 +12,6 @@ import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from jax.sharding import Mesh
@@ -256,27 +255,14 @@ def lower_train_step(
     trained = 1 if config.model.preset else config.tokenizer.vocab_size
     model = model_config(config, vocab_size or trained)
     optimizer = optimizers.create_optimizer(optimizer_config(config))
-    axes = parameters.logical_axes(model) if mesh is not None else None
-
-    def build() -> state.TrainState:
-        params = parameters.init_params(model, jax.random.key(0))
-        return state.TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params=params,
-            opt_state=optimizer.init(params),
-            ema=None,
-            seed=jnp.zeros((), jnp.uint32),
-        )
-
-    abstract = jax.eval_shape(build)
+    abstract = state.abstract_state(
+        lambda: parameters.init_params(model, jax.random.key(0)),
+        optimizer,
+        mesh=mesh,
+        axes=parameters.logical_axes(model) if mesh is not None else None,
+    )
     shape = (config.data.batch_size, config.data.row_length)
-    placed = None
-    if mesh is not None:
-        layout = state.state_shardings(abstract, mesh, axes)
-        abstract = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, layout
-        )
-        placed = sharding.batch_sharding(shape, mesh)
+    placed = None if mesh is None else sharding.batch_sharding(shape, mesh)
     dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32"}
     dtypes |= {"segment_ids": "int32", "positions": "int32"}
     batch = {

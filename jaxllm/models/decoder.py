@@ -139,11 +139,15 @@ def _feedforward_half(config, layer_params, x, state, context):
     return context.tap("feedforward_out", y), state, aux
 
 
-def head_weight(params: Mapping[str, Any]) -> Any:
-    """The (D, V) output projection: "lm_head", or where it is tied the transposed embedding."""
+def head_weight(params: Mapping[str, Any]) -> tuple[Any, int]:
+    """The output weight as it is stored, and which of its axes is the vocabulary.
+
+    Returns:
+      (lm_head kernel [D, V], 1), or where the head is tied (token embedding [V, D], 0).
+    """
     if "lm_head" in params:
-        return params["lm_head"]["kernel"]
-    return params["embed"]["tokens"].T
+        return params["lm_head"]["kernel"], 1
+    return params["embed"]["tokens"], 0
 
 
 def final_norm(
@@ -157,7 +161,8 @@ def logits_from_hidden(
     config: ModelConfig, params: Mapping[str, Any], hidden: Float[Array, "B T D"]
 ) -> Float[Array, "B T V"]:
     """float32 logits of normed hidden states, soft-capped where the config says so."""
-    logits = matmul(hidden, head_weight(params)).astype(jnp.float32)
+    weight, vocab_axis = head_weight(params)
+    logits = matmul(hidden, weight if vocab_axis == 1 else weight.T).astype(jnp.float32)
     logits = nn.with_logical_constraint(logits, ("batch", "length", "act_vocab"))
     if config.logit_softcap is not None:
         logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)

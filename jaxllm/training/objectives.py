@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from jaxllm.models import decoder, moe
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.inputs import ModelInputs, ModelOutputs
+from jaxllm.models.weights import Weight
 from jaxllm.training import losses
 from jaxllm.training.metrics import Mean
 from jaxllm.training.step import Loss
@@ -58,7 +59,7 @@ def language_model_loss(
 
     def loss(params: Any, batch: Batch, rng: Array) -> tuple[Float[Array, ""], dict[str, Mean]]:
         del rng
-        head, vocab_axis = head_array(config, params)
+        head, vocab_axis = head_array(params)
         fused = implementation == "fused" and head is not None
         outputs = forward(config, params, batch, head=not fused)
         targets, weights = batch["targets"], batch["weights"]
@@ -101,25 +102,17 @@ def forward(config: ModelConfig, params: Any, batch: Batch, *, head: bool = True
     return decoder.forward(config, params, batch["tokens"], inputs, head=head)
 
 
-def head_array(config: ModelConfig, params: Any) -> tuple[Array | None, int]:
-    """The output weight as it is stored, and its vocabulary axis: no transposed copy of a tied
-    embedding.
-
-    Returns:
-      (weight, axis), or (None, 1) where the head is a container that multiplies in its own way.
-    """
-    if config.tie_embeddings:
-        weight, axis = params["embed"]["tokens"], 0
-    else:
-        weight, axis = params["lm_head"]["kernel"], 1
-    return (weight, axis) if hasattr(weight, "ndim") else (None, 1)
+def head_array(params: Any) -> tuple[Array | None, int]:
+    """`decoder.head_weight`, with None for a container that multiplies in its own way."""
+    weight, vocab_axis = decoder.head_weight(params)
+    return (None if isinstance(weight, Weight) else weight), vocab_axis
 
 
 def sequence_log_probs(
     config: ModelConfig, params: Any, batch: Batch, *, chunk: int = 512
 ) -> Float[Array, " B"]:
     """sum_t weights[t] log p(targets[t] | ...) of every row, with `chunk` logits at a time."""
-    head, axis = head_array(config, params)
+    head, axis = head_array(params)
     outputs = forward(config, params, batch, head=head is None)
     if head is None:
         logits = outputs.logits - jax.nn.logsumexp(outputs.logits, axis=-1, keepdims=True)

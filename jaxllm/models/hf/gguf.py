@@ -62,9 +62,8 @@ class GGUFFile:
             values = self._dequantize(np.asarray(tensor.data[start:stop]), tensor.tensor_type)
         except NotImplementedError as error:
             raise UnsupportedModelError(
-                f"tensor {name!r} in {self.path} has type {tensor.tensor_type.name}, which the "
-                "gguf "
-                "package cannot dequantise."
+                f"tensor {name!r} in {self.path} has type {tensor.tensor_type.name}, which "
+                "the gguf package cannot dequantise."
             ) from error
         # A float32 tensor comes back as a view of the mapped file.
         values = np.array(values, np.float32, copy=None if values.base is None else True)
