@@ -1,0 +1,1 @@
+"""Judging models: statistics of small samples."""
