@@ -1,25 +1,52 @@
 """Batched generation: one compiled prefill and decode loop, no Python per token.
 
-Letters: B batch, P padded prompt length, N new tokens.
+Letters: B prompts, n samples of each, R = B n rows, P padded prompt length, N new tokens, V
+vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxllm.inference import prompts as prompts_lib
+from jaxllm.inference.prefill import decode_step, longrope_set, prefill, take_rows
+from jaxllm.inference.sampling import SamplingConfig, choose, process_logits
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder import forward, logits_from_hidden
-from jaxllm.models.inputs import ModelInputs
-from jaxllm.models.kv_cache import init_dense_cache
 
-PROMPT_BUCKET = 32  # Prompts are padded to a multiple, so that few lengths compile.
+CHECK_EVERY = 16  # Decoding steps between looks at stop strings and calls of `on_tokens`.
+
+
+class Decodes(Protocol):
+    """What stop strings need of a tokenizer."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One continuation.
+
+    Attributes:
+      tokens: new ids, without the stop token; with a stop string up to the token that completes it.
+      log_probs: log probability of each under the model, before penalties, temperature and filters.
+      finish: "stop" (a stop token or string came) or "length".
+      text: decoded, cut before the stop string; None without a tokenizer.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    finish: Literal["stop", "length"]
+    text: str | None = None
 
 
 def generate(
@@ -32,10 +59,7 @@ def generate(
     key: PRNGKeyArray | None = None,
     stop_tokens: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Continues prompts of any lengths with a dense cache.
-
-    A row's tokens do not depend on the other rows. Models with longrope use the long frequencies
-    from the first token on where prompt and answer together can pass the original context.
+    """The new tokens of every prompt: `sample` without its options.
 
     Args:
       config, params: the model.
@@ -45,117 +69,289 @@ def generate(
       key: for sampling; required when temperature > 0.
       stop_tokens: end a row (not returned); None = the config's end-of-sequence tokens.
 
-    Returns:
-      The new tokens of every row.
-
     Raises:
-      ValueError: an empty prompt, token ids outside of the vocabulary, a missing key, too long a
-        row for learned positions.
+      ValueError: as `sample`.
     """
-    _check(config, prompts, max_new_tokens, temperature, key)
-    if not prompts or max_new_tokens == 0:
-        return [[] for _ in prompts]
-    lengths = np.array([len(prompt) for prompt in prompts])
-    padded = -(-int(lengths.max()) // PROMPT_BUCKET) * PROMPT_BUCKET
-    tokens = np.zeros((len(prompts), padded), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    stop_tokens = config.eos_token_ids if stop_tokens is None else stop_tokens
-    new = _generate(
+    completions = sample(
         config,
         params,
-        jnp.asarray(tokens),
-        jnp.asarray(lengths, jnp.int32),
-        jnp.float32(temperature),
-        jax.random.key(0) if key is None else key,
+        prompts,
         max_new_tokens=max_new_tokens,
-        stop_tokens=tuple(stop_tokens),
-        greedy=temperature == 0,
+        sampling=SamplingConfig(temperature=temperature),
+        key=key,
+        stop_tokens=stop_tokens,
     )
-    return [_until_stop(row, stop_tokens) for row in np.asarray(new).tolist()]
+    return [of_prompt[0].tokens for of_prompt in completions]
 
 
-def _check(config, prompts, max_new_tokens, temperature, key):
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative.")
-    if temperature < 0 or not np.isfinite(temperature):
-        raise ValueError(f"temperature={temperature} must be zero or positive.")
-    if temperature > 0 and key is None:
+def sample(
+    config: ModelConfig,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingConfig | None = None,
+    key: PRNGKeyArray | None = None,
+    num_samples: int = 1,
+    stop_tokens: Sequence[int] | None = None,
+    stop_strings: Sequence[str] = (),
+    tokenizer: Decodes | None = None,
+    row_ids: Sequence[int] | None = None,
+    on_tokens: Callable[[int, int, list[int]], None] | None = None,
+) -> list[list[Completion]]:
+    """Continues prompts of any lengths.
+
+    A row's tokens depend on its prompt, its row id and the key only, not on the rows beside it.
+    Lengths and rows are padded up to buckets, so that a workload compiles few programs. Models with
+    longrope use the long frequencies from the first token on where prompt and answer together can
+    pass the original context.
+
+    Args:
+      config, params: the model.
+      prompts: token ids, one list a row, none empty.
+      max_new_tokens: N.
+      sampling: how tokens are chosen; None = the most likely one.
+      key: for sampling; required when the temperature is above 0.
+      num_samples: n continuations of each prompt, which share its prefill.
+      stop_tokens: end a row; None = the config's end-of-sequence tokens.
+      stop_strings: end a row as soon as its text holds one; need the tokenizer.
+      tokenizer: decodes the completions.
+      row_ids: what the randomness of each prompt is derived from; None = 0, 1, 2, ...
+      on_tokens: called as on_tokens(prompt, sample, new tokens) every few steps, before the end of
+        a stop string has been cut off.
+
+    Returns:
+      For every prompt its n completions.
+
+    Raises:
+      ValueError: an empty prompt, token ids outside of the vocabulary, a missing key or tokenizer,
+        too long a row for learned positions.
+    """
+    sampling = SamplingConfig() if sampling is None else sampling
+    prompts_lib.check_prompts(config, prompts, max_new_tokens)
+    if sampling.temperature > 0 and key is None:
         raise ValueError("sampling with temperature > 0 needs a key (jax.random.key(seed)).")
-    for row, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"prompt {row} is empty: give at least a beginning-of-sequence token.")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= config.vocab_size:
-            raise ValueError(
-                f"prompt {row} has token id {low if low < 0 else high}, outside of the "
-                f"vocabulary of {config.vocab_size}."
+    if stop_strings and tokenizer is None:
+        raise ValueError("stop_strings need a tokenizer.")
+    if "" in stop_strings:
+        raise ValueError("a stop string must not be empty.")
+    if num_samples < 1:
+        raise ValueError(f"num_samples={num_samples} must be at least 1.")
+    row_ids = range(len(prompts)) if row_ids is None else row_ids
+    if len(row_ids) != len(prompts):
+        raise ValueError(f"{len(row_ids)} row_ids do not fit {len(prompts)} prompts.")
+    text = "" if tokenizer is not None else None
+    if not prompts or max_new_tokens == 0:
+        return [[Completion([], [], "length", text)] * num_samples for _ in prompts]
+    stops = tuple(config.eos_token_ids if stop_tokens is None else stop_tokens)
+    padded = prompts_lib.pad_prompts(prompts)
+    ids = np.zeros(len(padded.lengths), np.uint32)
+    ids[: padded.rows] = row_ids
+    state = _start(
+        config,
+        params,
+        padded.tokens,
+        padded.lengths,
+        np.arange(len(padded.lengths)) < padded.rows,
+        ids,
+        jnp.int32(max_new_tokens),
+        jax.random.key(0) if key is None else key,
+        sampling.values(),
+        num_samples=num_samples,
+        capacity=prompts_lib.bucket(max_new_tokens, prompts_lib.SMALLEST),
+        stop_tokens=stops,
+    )
+    look = bool(stop_strings) or on_tokens is not None
+    watch = _Watch(padded.rows, num_samples, stops, stop_strings, tokenizer, on_tokens)
+    until = 1 if look else max_new_tokens
+    while True:
+        if until > 1:
+            state = _continue(
+                config, params, state, jnp.int32(until), sampling.values(), stop_tokens=stops
             )
-        total = len(prompt) + max_new_tokens
-        if config.positions == "learned" and total > config.max_positions:
-            raise ValueError(
-                f"prompt {row} and {max_new_tokens} new tokens make {total} positions, the model "
-                f"has {config.max_positions}."
-            )
+        if look:
+            state = dataclasses.replace(state, done=jnp.asarray(watch.update(state)))
+        if until >= max_new_tokens or bool(state.done.all()):
+            return watch.completions(state, max_new_tokens)
+        until = min(until + CHECK_EVERY, max_new_tokens)
 
 
-def _until_stop(row: list[int], stop_tokens: Sequence[int]) -> list[int]:
-    ends = [row.index(token) for token in stop_tokens if token in row]
-    return row[: min(ends)] if ends else row
+@flax.struct.dataclass
+class _State:
+    """What the decoding loop carries.
+
+    Attributes:
+      step: tokens made so far; those of column step - 1 have not been run yet.
+      new, log_probs: [R, N]; columns from `step` on are empty.
+      seen: [R, V] tokens of prompt and answer, where a penalty needs them.
+      done: [R].
+      lengths: [R] of the prompts.
+    """
+
+    step: Int[Array, ""]
+    new: Int[Array, "R N"]
+    log_probs: Float[Array, "R N"]
+    seen: Bool[Array, "R V"] | None
+    done: Bool[Array, " R"]
+    lengths: Int[Array, " R"]
+    keys: PRNGKeyArray
+    rope_set: Int[Array, " R"] | None
+    cache: tuple[Any, ...]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "max_new_tokens", "stop_tokens", "greedy"))
-def _generate(
+def _append(state: _State, logits, values, stop_tokens) -> _State:
+    """Chooses the next token of every row from the model's logits."""
+    processed = process_logits(logits, values, state.seen)
+    keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.step)
+    tokens = choose(keys, processed, values)
+    rows = jnp.arange(len(tokens))
+    log_probs = jax.nn.log_softmax(logits)[rows, tokens]
+    return dataclasses.replace(
+        state,
+        step=state.step + 1,
+        new=state.new.at[:, state.step].set(tokens),
+        log_probs=state.log_probs.at[:, state.step].set(log_probs),
+        seen=None if state.seen is None else state.seen.at[rows, tokens].set(True),
+        done=state.done | jnp.isin(tokens, jnp.asarray(stop_tokens, jnp.int32)),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_samples", "capacity", "stop_tokens"))
+def _start(
     config: ModelConfig,
     params: Any,
     tokens: Int[Array, "B P"],
     lengths: Int[Array, " B"],
-    temperature: Float[Array, ""],
+    real: Bool[Array, " B"],
+    row_ids: Int[Array, " B"],
+    max_new_tokens: Int[Array, ""],
     key: PRNGKeyArray,
+    values: dict[str, Array],
     *,
-    max_new_tokens: int,
+    num_samples: int,
+    capacity: int,
     stop_tokens: tuple[int, ...],
-    greedy: bool,
-) -> Int[Array, "B N"]:
+) -> _State:
+    """Prefill and the first token."""
     batch, padded = tokens.shape
-    rows = jnp.arange(batch)
-    rope_set = None
-    if config.rope.type == "longrope":
-        rope_set = (lengths + max_new_tokens > config.rope.original_max_positions).astype(jnp.int32)
-
-    def pick(logits: Float[Array, "B V"], step: Int[Array, ""]) -> Int[Array, " B"]:
-        if greedy:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), step))(rows)
-        chosen = jax.vmap(jax.random.categorical)(keys, logits / temperature)
-        return chosen.astype(jnp.int32)
-
-    positions = jnp.broadcast_to(jnp.arange(padded), tokens.shape)
-    inputs = ModelInputs(
-        positions=positions,
-        rope_set=rope_set,
-        segment_ids=(positions < lengths[:, None]).astype(jnp.int32),
+    rope_set = longrope_set(config, lengths + max_new_tokens)
+    logits, cache = prefill(
+        config, params, tokens, lengths, num_slots=padded + capacity, rope_set=rope_set
     )
-    cache = init_dense_cache(config, params, batch, padded + max_new_tokens)
-    outputs = forward(config, params, tokens, inputs, cache=cache, head=False)
-    last = outputs.hidden[rows, lengths - 1][:, None]
-    first = pick(logits_from_hidden(config, params, last)[:, 0], jnp.int32(0))
-    stops = jnp.asarray(stop_tokens, jnp.int32)
+    row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, row_ids)
+    keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(
+        row_keys, jnp.arange(num_samples)
+    )
+    seen = None
+    if "repetition_penalty" in values:
+        inside = jnp.arange(padded) < lengths[:, None]
+        # Padding is written beyond the vocabulary, and dropped.
+        ids = jnp.where(inside, tokens, config.vocab_size)
+        seen = jnp.zeros((batch, config.vocab_size), bool)
+        seen = seen.at[jnp.arange(batch)[:, None], ids].set(True, mode="drop")
+    rows = jnp.repeat(jnp.arange(batch), num_samples)
+    if num_samples > 1:
+        logits, cache = logits[rows], take_rows(cache, rows)
+    state = _State(
+        step=jnp.int32(0),
+        new=jnp.zeros((len(rows), capacity), jnp.int32),
+        log_probs=jnp.zeros((len(rows), capacity), jnp.float32),
+        seen=None if seen is None else seen[rows],
+        done=~real[rows],
+        lengths=lengths[rows],
+        keys=keys.reshape(-1),
+        rope_set=None if rope_set is None else rope_set[rows],
+        cache=cache,
+    )
+    return _append(state, logits, values, stop_tokens)
 
-    def unfinished(carry):
-        step, _, _, _, done = carry
-        return (step < max_new_tokens) & ~done.all()
 
-    def decode(carry):
-        step, token, new, cache, done = carry
-        inputs = ModelInputs(positions=(lengths + step - 1)[:, None], rope_set=rope_set)
-        outputs = forward(config, params, token[:, None], inputs, cache=cache)
-        token = pick(outputs.logits[:, 0], step)
-        new = new.at[:, step].set(token)
-        return step + 1, token, new, outputs.cache, done | jnp.isin(token, stops)
+@functools.partial(jax.jit, static_argnames=("config", "stop_tokens"), donate_argnames=("state",))
+def _continue(
+    config: ModelConfig,
+    params: Any,
+    state: _State,
+    until: Int[Array, ""],
+    values: dict[str, Array],
+    *,
+    stop_tokens: tuple[int, ...],
+) -> _State:
+    """Decodes until every row is done or has so many new tokens."""
 
-    # Unwritten places keep a stop token, so that a row that ended early is cut there.
-    blank = stop_tokens[0] if stop_tokens else 0
-    new = jnp.full((batch, max_new_tokens), blank, jnp.int32).at[:, 0].set(first)
-    carry = (jnp.int32(1), first, new, outputs.cache, jnp.isin(first, stops))
-    return jax.lax.while_loop(unfinished, decode, carry)[2]
+    def unfinished(state: _State):
+        return (state.step < until) & ~state.done.all()
+
+    def decode(state: _State) -> _State:
+        tokens = state.new[:, state.step - 1]
+        positions = state.lengths + state.step - 1
+        logits, cache = decode_step(config, params, tokens, positions, state.cache, state.rope_set)
+        return _append(dataclasses.replace(state, cache=cache), logits, values, stop_tokens)
+
+    return jax.lax.while_loop(unfinished, decode, state)
+
+
+class _Watch:
+    """Follows the rows of a running batch on the host: stop strings, streaming, results."""
+
+    def __init__(self, prompts, num_samples, stop_tokens, stop_strings, tokenizer, on_tokens):
+        self._rows = prompts * num_samples
+        self._num_samples = num_samples
+        self._stop_tokens = stop_tokens
+        self._stop_strings = stop_strings
+        self._tokenizer = tokenizer
+        self._on_tokens = on_tokens
+        self._reported = [0] * self._rows
+        self._stopped_at: list[int | None] = [None] * self._rows
+
+    def update(self, state: _State) -> np.ndarray:
+        """Reports new tokens and looks for stop strings; returns which rows are done now."""
+        done = np.array(state.done)
+        new = np.asarray(state.new[: self._rows, : int(state.step)]).tolist()
+        for row, tokens in enumerate(new):
+            if self._stopped_at[row] is not None:
+                continue
+            tokens = prompts_lib.until_stop(tokens, self._stop_tokens)
+            end = self._find_stop(tokens)
+            if end is not None:
+                self._stopped_at[row], tokens = end, tokens[:end]
+                done[row] = True
+            if self._on_tokens is not None and len(tokens) > self._reported[row]:
+                fresh = tokens[self._reported[row] :]
+                self._on_tokens(*divmod(row, self._num_samples), fresh)
+                self._reported[row] = len(tokens)
+        return done
+
+    def _find_stop(self, tokens: list[int]) -> int | None:
+        """Number of tokens after which the text first holds a stop string."""
+        if not self._stop_strings or not self._holds_stop(tokens):
+            return None
+        low, high = 0, len(tokens)  # The text of `high` tokens holds one, that of `low` does not.
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._holds_stop(tokens[:middle]) else (middle, high)
+        return high
+
+    def _holds_stop(self, tokens: list[int]) -> bool:
+        text = self._tokenizer.decode(tokens)
+        return any(stop in text for stop in self._stop_strings)
+
+    def completions(self, state: _State, max_new_tokens: int) -> list[list[Completion]]:
+        """The results of all real rows."""
+        limit = min(int(state.step), max_new_tokens)
+        new = np.asarray(state.new[: self._rows, :limit]).tolist()
+        log_probs = np.asarray(state.log_probs[: self._rows, :limit]).tolist()
+        found = [self._completion(row, new[row], log_probs[row]) for row in range(self._rows)]
+        size = self._num_samples
+        return [found[start : start + size] for start in range(0, self._rows, size)]
+
+    def _completion(self, row: int, new: list[int], log_probs: list[float]) -> Completion:
+        tokens = prompts_lib.until_stop(new, self._stop_tokens)
+        stopped = len(tokens) < len(new)
+        if self._stopped_at[row] is not None:
+            tokens, stopped = tokens[: self._stopped_at[row]], True
+        text = None
+        if self._tokenizer is not None:
+            text = self._tokenizer.decode(tokens)
+            ends = [text.index(stop) for stop in self._stop_strings if stop in text]
+            text = text[: min(ends)] if ends else text
+        return Completion(tokens, log_probs[: len(tokens)], "stop" if stopped else "length", text)
