@@ -2,6 +2,7 @@
 #
 #   make run      train the small language model of configs/pretrain.py, sample from it, report
 #   make test     the default test suite (no torch, no network)
+#   make aot      compile for TPU slices and GPUs that are not there (minutes)
 #   make parity   live comparison with PyTorch and transformers
 #   make lint     ruff (format and rules) and mypy
 
@@ -20,9 +21,9 @@ QUICK ?= tests/test_package.py tests/test_readme.py tests/data tests/inference t
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help run test quick parity lint clean
+.PHONY: help run test quick aot parity lint clean
 help:
-	@sed -n '3,6s/^# *//p' Makefile
+	@sed -n '3,7s/^# *//p' Makefile
 
 run: $(VENV)/.base
 	$(BIN)/python -m experiments.launch --config $(CONFIG) $(ARGS)
@@ -33,6 +34,9 @@ test: $(VENV)/.test
 # A shorter suite, for a second Python version: make quick PYTHON=python3.12 VENV=.venv312
 quick: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile $(QUICK) $(PYTEST_ARGS)
+
+aot: $(VENV)/.test
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot $(PYTEST_ARGS)
 
 parity: $(VENV)/.parity
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile -m parity $(PYTEST_ARGS)
@@ -57,9 +61,13 @@ $(VENV)/.base: pyproject.toml | $(BIN)/python
 	$(PIP) -e .
 	@touch $@
 
+# JAX's CUDA plugin (132 MB, without CUDA itself) is a compiler for GPUs; it must be of jax's version.
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	@echo "installing jaxllm and its test tools into $(VENV)"
 	$(PIP) -e ".[test]"
+	version=$$($(BIN)/python -c "import importlib.metadata as m; print(m.version('jax'))"); \
+	  $(PIP) --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version || \
+	  echo "no CUDA plugin for this platform: tests that compile for GPUs skip themselves"
 	@touch $@
 
 $(VENV)/.parity: $(VENV)/.test

@@ -17,6 +17,8 @@ VARIANTS = {
     "tiny": "3 M Llama, 4k BPE, on the sources of Python itself; about 3 minutes on 2 CPU cores",
     "text": "the same network on your text or JSONL: --config.data.path=FILE",
     "llama3_8b": "Llama 3 8B on a slice (fsdp 16 x tensor 4), tokenizer and text by path",
+    "llama3_70b": "Llama 3 70B on a slice (fsdp 32 x tensor 8), tokenizer and text by path",
+    "mixtral_8x7b": "Mixtral 8x7B on a slice (fsdp 16 x expert 4), tokenizer and text by path",
     "olmoe_7b": "OLMoE 1B-7B on a slice (fsdp 4 x expert 16), tokenizer and text by path",
 }
 
@@ -98,20 +100,35 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
 
     if variant == "text":
         config.sample.prompts = ("The", "In", "A")
-    elif variant in ("llama3_8b", "olmoe_7b"):
-        config.model.preset = variant
-        config.data.row_length = 4096
-        config.data.batch_size = 256
-        config.optimizer.name = "adamw"
-        config.optimizer.peak = 3e-4 if variant == "llama3_8b" else 4e-4
-        config.optimizer.warmup_fraction = 0.02
-        config.train.steps = 100_000
-        config.train.z_loss = 0.0 if variant == "llama3_8b" else 1e-5
-        config.train.eval_every = 1000
-        config.train.checkpoint_every = 1000
-        config.sample.prompts = ("The capital of France is", "def fibonacci(n):")
-        if variant == "llama3_8b":
-            config.mesh.tensor = 4
-        else:
-            config.mesh.expert = 16
+    elif variant != "tiny":
+        _large(config, variant)
     return config
+
+
+# Peak learning rate, z-loss coefficient, what the backward pass recomputes ("" = the preset's own;
+# of a mixture all, or the products of every expert would be kept), and the mesh axis that is fixed
+# (fsdp takes the rest).
+_LARGE = {
+    "llama3_8b": (3e-4, 0.0, "", {"tensor": 4}),
+    "llama3_70b": (1.5e-4, 0.0, "", {"tensor": 8}),
+    "mixtral_8x7b": (3e-4, 0.0, "full", {"expert": 4}),
+    "olmoe_7b": (4e-4, 1e-5, "full", {"expert": 16}),
+}
+
+
+def _large(config: ml_collections.ConfigDict, variant: str) -> None:
+    """A preset on a slice of accelerators."""
+    peak, z_loss, remat, axes = _LARGE[variant]
+    config.model.preset = variant
+    config.model.remat = remat
+    config.data.row_length = 4096
+    config.data.batch_size = 256
+    config.optimizer.name = "adamw"
+    config.optimizer.peak = peak
+    config.optimizer.warmup_fraction = 0.02
+    config.train.steps = 100_000
+    config.train.z_loss = z_loss
+    config.train.eval_every = 1000
+    config.train.checkpoint_every = 1000
+    config.sample.prompts = ("The capital of France is", "def fibonacci(n):")
+    config.mesh.update(axes)

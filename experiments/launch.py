@@ -3,9 +3,12 @@
     python -m experiments.launch --list
     python -m experiments.launch --config configs/pretrain.py
     python -m experiments.launch --config pretrain:tiny --config.train.steps=50 --workdir runs/short
+    python -m experiments.launch --config pretrain:llama3_8b --topology=v5p:4x4x4
 
 Writes `config.json` into the workdir, then calls `run(config, workdir)` of the experiment and
-stores what it returns in `results.json`. The same command again continues an interrupted run.
+stores what it returns in `results.json`. The same command again continues an interrupted run. With
+`--topology` nothing runs: the steps are compiled for that slice, and the table of memory,
+operations and collectives is printed and stored in `topology.json`.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jaxllm
-from experiments import config_files, report
+from experiments import config_files, report, topology
 from experiments.errors import Interrupted, UsageError, suggest
+from jaxllm.compilation import topology as topologies
 
-OPTIONS = ("--config", "--workdir", "--list", "--help")
+OPTIONS = ("--config", "--workdir", "--list", "--topology", "--help")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,6 +57,11 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--config", metavar="FILE[:VARIANT]", help="a config file or its name")
     parser.add_argument("--workdir", help="where to write (default: runs/NAME-VARIANT)")
     parser.add_argument("--list", action="store_true", help="list the experiments and stop")
+    parser.add_argument(
+        "--topology",
+        metavar="CHIP:SHAPE",
+        help=f"compile only, for hardware that is not there ({topologies.EXAMPLES})",
+    )
     argv, overrides = _split_overrides(argv)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -66,6 +75,11 @@ def _main(argv: list[str]) -> int:
     resolved = config_files.resolve(options.config, overrides)
     name = f"{resolved.file.name}-{resolved.variant}"
     workdir = pathlib.Path(options.workdir or pathlib.Path("runs") / name)
+    if options.topology:
+        compiled = topology.run(options.config, overrides, options.topology)
+        print(topology.table(compiled))
+        print(f"wrote {topology.write(workdir, compiled)}")
+        return 0
     prepare_workdir(workdir, resolved)
     print(f"{resolved.file.name}:{resolved.variant} -> {workdir}", flush=True)
     results = _run(resolved, workdir)
@@ -115,7 +129,9 @@ def prepare_workdir(workdir: pathlib.Path, resolved: config_files.Resolved) -> N
         "variant": resolved.variant,
         "config": config_files.to_json(resolved.config),
     }
-    begun = path.exists() and any(entry != path for entry in workdir.iterdir())
+    begun = path.exists() and any(
+        entry.name not in (path.name, topology.FILE) for entry in workdir.iterdir()
+    )
     if begun and not resolved.file.one_shot:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))

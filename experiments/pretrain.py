@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 import jaxllm
 from experiments import config_files, pretrain_report, report, text_data
 from experiments.errors import Interrupted, UsageError
+from jaxllm.compilation.analysis import Work
 from jaxllm.data.files import sha256_json
 from jaxllm.data.loader import Loader
 from jaxllm.data.rows import PackedRows
@@ -202,7 +203,13 @@ def model_config(config: ml_collections.ConfigDict, vocab_size: int) -> ModelCon
             f"the tokenizer has {vocab_size} tokens, model.preset={options.preset} only "
             f"{model.vocab_size}; choose a tokenizer by --config.tokenizer.path."
         )
-    return model.replace(max_positions=max(model.max_positions, config.data.row_length))
+    try:
+        return model.replace(
+            max_positions=max(model.max_positions, config.data.row_length),
+            remat=options.remat or model.remat,
+        )
+    except ValueError as error:
+        raise UsageError(f"model: {error.args[0]}") from error
 
 
 def optimizer_config(config: ml_collections.ConfigDict) -> optimizers.OptimizerConfig:
@@ -238,22 +245,23 @@ def make_mesh(config: ml_collections.ConfigDict) -> Mesh | None:
         return None
     try:
         return sharding.create_mesh(sharding.MeshConfig(**config.mesh))
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from error
 
 
-def lower_train_step(
-    config: ml_collections.ConfigDict, mesh: Mesh | None = None, vocab_size: int | None = None
-) -> jax.stages.Lowered:
+def lower_steps(
+    config: ml_collections.ConfigDict, mesh: Mesh | None = None
+) -> dict[str, jax.stages.Lowered]:
     """Lowers the training step of a config from shapes alone: nothing is allocated.
 
     Args:
-      config: of this experiment.
+      config: of this experiment. The vocabulary is what it trains, or the preset's.
       mesh: devices, which may be those of a slice described by `jax.experimental.topologies`.
-      vocab_size: of the tokenizer; default: what the config trains, or the preset's.
+
+    Raises:
+      UsageError: the batch does not divide over the mesh.
     """
-    trained = 1 if config.model.preset else config.tokenizer.vocab_size
-    model = model_config(config, vocab_size or trained)
+    model = _untrained_model(config)
     optimizer = optimizers.create_optimizer(optimizer_config(config))
     abstract = state.abstract_state(
         lambda: parameters.init_params(model, jax.random.key(0)),
@@ -262,7 +270,10 @@ def lower_train_step(
         axes=parameters.logical_axes(model) if mesh is not None else None,
     )
     shape = (config.data.batch_size, config.data.row_length)
-    placed = None if mesh is None else sharding.batch_sharding(shape, mesh)
+    try:
+        placed = None if mesh is None else sharding.batch_sharding(shape, mesh)
+    except ValueError as error:
+        raise UsageError(f"data.batch_size={shape[0]}: {error}") from error
     dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32"}
     dtypes |= {"segment_ids": "int32", "positions": "int32"}
     batch = {
@@ -272,7 +283,26 @@ def lower_train_step(
     train_step = step.make_train_step(
         loss, optimizer, mesh=mesh, accumulate=config.train.microbatches
     )
-    return train_step.lower(abstract, batch)
+    return {"train_step": train_step.lower(abstract, batch)}
+
+
+def step_work(config: ml_collections.ConfigDict) -> dict[str, Work]:
+    """What each of `lower_steps` is for: parameters, tokens and operations."""
+    model = _untrained_model(config)
+    rows, length = config.data.batch_size, config.data.row_length
+    work = Work(
+        params=parameters.count_params(parameters.abstract_params(model)),
+        tokens=rows * length,
+        flops_per_token=flops.flops_per_token(model, length),
+        microbatches=config.train.microbatches,
+        rows=rows,
+        remat=model.remat,
+    )
+    return {"train_step": work}
+
+
+def _untrained_model(config: ml_collections.ConfigDict) -> ModelConfig:
+    return model_config(config, 1 if config.model.preset else config.tokenizer.vocab_size)
 
 
 def with_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

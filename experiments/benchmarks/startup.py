@@ -24,7 +24,7 @@ import json, time
 import jax, numpy as np
 from experiments import config_files, pretrain
 config = config_files.resolve("pretrain:tiny").config
-lowered = pretrain.lower_train_step(config)
+lowered = pretrain.lower_steps(config)["train_step"]
 start = time.perf_counter()
 lowered.compile()
 print(json.dumps({"seconds": time.perf_counter() - start}))

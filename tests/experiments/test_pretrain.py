@@ -229,13 +229,25 @@ def test_large_variants_describe_their_models(variant):
         pretrain.model_config(config, 1_000_000)
 
 
-@pytest.mark.parametrize("variant", ["llama3_8b", "olmoe_7b"])
+@pytest.mark.parametrize("variant", ["llama3_8b", "llama3_70b", "mixtral_8x7b", "olmoe_7b"])
 def test_large_variants_lower_onto_a_mesh_without_allocating(variant):
-    axis = "tensor" if variant == "llama3_8b" else "expert"
+    axis = "tensor" if variant.startswith("llama") else "expert"
     overrides = [f"mesh.{axis}=2", "data.batch_size=8", "data.row_length=512"]
     config = config_files.resolve(f"pretrain:{variant}", overrides).config
-    lowered = pretrain.lower_train_step(config, pretrain.make_mesh(config))
+    lowered = pretrain.lower_steps(config, pretrain.make_mesh(config))["train_step"]
     [state, batch], _ = lowered.in_avals
     assert batch["tokens"].shape == (8, 512)
-    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) > 6e9
+    work = pretrain.step_work(config)["train_step"]
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == work.params > 6e9
+    assert work.tokens == 8 * 512 and work.flops_per_token > 6e9
     assert "sdy.sharding" in lowered.as_text()
+
+
+def test_recomputation_of_a_preset_can_be_chosen():
+    def chosen(*overrides):
+        config = config_files.resolve("pretrain:llama3_8b", overrides).config
+        return pretrain.step_work(config)["train_step"].remat
+
+    assert chosen() == "dots" and chosen("model.remat=full") == "full"
+    with pytest.raises(UsageError, match="remat"):
+        chosen("model.remat=some")
