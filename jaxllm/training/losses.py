@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +81,18 @@ def cross_entropy(
     return _sums(rows, weights, z_loss)
 
 
+class TokenScores(NamedTuple):
+    """What scoring needs of every token.
+
+    Attributes:
+      log_probs: log p(target).
+      correct: 1 where the target has the largest logit, else 0.
+    """
+
+    log_probs: Float[Array, "... T"]
+    correct: Float[Array, "... T"]
+
+
 def token_log_probs(
     hidden: Float[Array, "... T D"],
     head: Float[Array, "D V"],
@@ -89,7 +102,23 @@ def token_log_probs(
     softcap: float | None = None,
     chunk: int = 512,
 ) -> Float[Array, "... T"]:
-    """log p(target) of every token, with the logits of about `chunk` tokens in memory at a time.
+    """log p(target) of every token: the first field of `token_scores`."""
+    scores = token_scores(
+        hidden, head, targets, vocab_axis=vocab_axis, softcap=softcap, chunk=chunk
+    )
+    return scores.log_probs
+
+
+def token_scores(
+    hidden: Float[Array, "... T D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "... T"],
+    *,
+    vocab_axis: int = 1,
+    softcap: float | None = None,
+    chunk: int = 512,
+) -> TokenScores:
+    """Scores of every token, with the logits of about `chunk` tokens in memory at a time.
 
     The backward pass recomputes them, so that each token may have its own cotangent: what sequence
     log-probabilities of preference methods need.
@@ -113,13 +142,14 @@ def token_log_probs(
         def body(_, block):
             h, t = block
             logits, _ = _logits(h, head, options)
-            return None, -_rows(logits, t).nll
+            rows = _rows(logits, t)
+            return None, TokenScores(-rows.nll, rows.correct)
 
-        _, log_probs = jax.lax.scan(body, None, (_split(hidden, chunks), _split(targets, chunks)))
-        return _join(log_probs, targets.shape[1])
+        _, scores = jax.lax.scan(body, None, (_split(hidden, chunks), _split(targets, chunks)))
+        return jax.tree.map(lambda x: _join(x, targets.shape[1]), scores)
 
     over = _over_rows(local, targets.shape, (True, False, True), True)
-    return over(hidden, head, targets).reshape(shape)
+    return jax.tree.map(lambda x: x.reshape(shape), over(hidden, head, targets))
 
 
 def fused_cross_entropy(
@@ -189,15 +219,26 @@ def _fused_forward(options: _Options, hidden, head, targets, weights):
         blocks = _blocks(options, hidden, targets, weights)
         head_grad, (sums, hidden_grad, per_token) = jax.lax.scan(body, start, blocks)
         sums = jax.tree.map(lambda x: x.sum(0), sums)
-        sums, head_grad = jax.lax.psum((sums, head_grad), axes)
-        head_grad = head_grad if options.vocab_axis == 1 else head_grad.T
+        sums = jax.lax.psum(sums, axes)
+        # Over devices it is summed in the type of the products, as the gradient of any other weight
+        # is. That is left to the partitioner, for which each shard keeps its own in the first axis.
+        head_grad = (head_grad.astype(hidden.dtype) if axes else head_grad)[None]
         length = hidden.shape[1]
         rest = _join(hidden_grad, length), _join(per_token, length).astype(weights.dtype)
-        return (sums, head_grad.astype(head.dtype)), rest
+        return (sums, head_grad), rest
 
-    over = _over_rows(local, targets.shape, (True, False, True, True), (False, True))
-    (sums, head_grad), (hidden_grad, per_token) = over(hidden, head, targets, weights)
-    return sums, (hidden_grad, head_grad, per_token)
+    rows = sharding.mesh_axes(*sharding.active_spec(targets.shape, ("batch", "length")))
+    by_row = ((False, PartitionSpec(rows)), True)
+    over = _over_rows(local, targets.shape, (True, False, True, True), by_row)
+    # Cast first, so that what is gathered for the products is as small as they are.
+    (sums, head_grad), (hidden_grad, per_token) = over(
+        hidden, head.astype(hidden.dtype), targets, weights
+    )
+    head_grad = jax.lax.reduce(head_grad, np.zeros((), head_grad.dtype), jax.lax.add, (0,))
+    # The shard of a device only: the whole sum would stay in memory until the optimizer.
+    head_grad = nn.with_logical_constraint(head_grad, ("embed", "vocab"))
+    head_grad = head_grad if options.vocab_axis == 1 else head_grad.T
+    return sums, (hidden_grad, head_grad.astype(head.dtype), per_token)
 
 
 def _logit_gradient(h, head, t, w, options: _Options):
@@ -236,7 +277,7 @@ def _over_rows(function, shape: tuple[int, ...], by_row_in, by_row_out):
       function: gets the names of the mesh axes to sum over, and the arrays.
       shape: [B, T].
       by_row_in, by_row_out: per argument and result (a prefix of it), whether it is split by rows
-        or is the same for all.
+        or is the same for all; or its `PartitionSpec`.
     """
     rows = sharding.active_spec(shape, ("batch", "length"))
     axes = sharding.mesh_axes(*rows)
@@ -245,7 +286,12 @@ def _over_rows(function, shape: tuple[int, ...], by_row_in, by_row_out):
         return local
 
     def specs(flags):
-        return jax.tree.map(lambda by_row: rows if by_row else PartitionSpec(), flags)
+        def spec(flag):
+            if isinstance(flag, PartitionSpec):
+                return flag
+            return rows if flag else PartitionSpec()
+
+        return jax.tree.map(spec, flags, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     return jax.shard_map(
         local,

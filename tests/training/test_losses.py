@@ -195,3 +195,23 @@ def test_on_a_mesh_the_head_gradient_is_summed_once(function):
         for line in loops.splitlines()
         if re.search(r" (all-reduce|reduce-scatter)\(", line) and "[12,20]" in line
     ]
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_on_a_mesh_a_device_keeps_its_shard_of_the_head_gradient(vocab_axis):
+    """In bfloat16 products too, where the whole sum would be the largest array of a step."""
+    hidden, head, targets, weights = _inputs(8, 16, 32, 40)
+    hidden = jnp.asarray(hidden, jnp.bfloat16)
+    head, spec = (head, P("fsdp", "tensor")) if vocab_axis else (head.T, P("tensor", "fsdp"))
+    mesh = sharding.create_mesh(sharding.MeshConfig(fsdp=4, tensor=2))
+
+    def total(head):
+        return losses.fused_cross_entropy(
+            hidden, head, targets, weights, vocab_axis=vocab_axis, chunk=32
+        ).total
+
+    expected = jax.grad(total)(head)
+    with sharding.use(mesh):
+        made = jax.jit(jax.grad(total))(jax.device_put(head, NamedSharding(mesh, spec)))
+    assert made.sharding.spec == spec and made.dtype == expected.dtype
+    np.testing.assert_allclose(made, expected, atol=0.01 * np.abs(expected).max())
