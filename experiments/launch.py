@@ -23,11 +23,20 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jaxllm
-from experiments import config_files, report, topology
+from experiments import config_files, report, runtime, topology
 from experiments.errors import Interrupted, UsageError, suggest
 from jaxllm.compilation import topology as topologies
 
-OPTIONS = ("--config", "--workdir", "--list", "--topology", "--help")
+OPTIONS = (
+    "--config",
+    "--workdir",
+    "--list",
+    "--topology",
+    "--profile_steps",
+    "--log_compiles",
+    "--no_compile_cache",
+    "--help",
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +45,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status (2: usage error, 143: asked to end)."""
+    """Runs the command line; returns the exit status, 2 for a usage error.
+
+    A run that was asked to end (SIGTERM: preemption) and has saved ends with 0.
+    """
     try:
         return _main(sys.argv[1:] if argv is None else list(argv))
     except UsageError as error:
@@ -44,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Interrupted as notice:
         print(f"interrupted: {notice}", file=sys.stderr)
-        return 143
+        return 0
 
 
 def _main(argv: list[str]) -> int:
@@ -61,6 +73,17 @@ def _main(argv: list[str]) -> int:
         "--topology",
         metavar="CHIP:SHAPE",
         help=f"compile only, for hardware that is not there ({topologies.EXAMPLES})",
+    )
+    parser.add_argument(
+        "--profile_steps",
+        metavar="START:STOP",
+        help="trace these training steps into WORKDIR/profile (for TensorBoard or xprof)",
+    )
+    parser.add_argument("--log_compiles", action="store_true", help="log every compilation")
+    parser.add_argument(
+        "--no_compile_cache",
+        action="store_true",
+        help=f"keep no compiled programs (default: {runtime.CACHE} beside the workdir)",
     )
     argv, overrides = _split_overrides(argv)
     options, unknown = parser.parse_known_args(argv)
@@ -80,9 +103,16 @@ def _main(argv: list[str]) -> int:
         print(topology.table(compiled))
         print(f"wrote {topology.write(workdir, compiled)}")
         return 0
+    settings = runtime.Runtime(
+        compile_cache=not options.no_compile_cache,
+        log_compiles=options.log_compiles,
+        profile_steps=runtime.parse_steps(options.profile_steps) if options.profile_steps else None,
+    )
     prepare_workdir(workdir, resolved)
+    runtime.configure(settings, workdir)
     print(f"{resolved.file.name}:{resolved.variant} -> {workdir}", flush=True)
-    results = _run(resolved, workdir)
+    with runtime.profiling(settings, workdir):
+        results = _run(resolved, workdir)
     report.write_results(workdir, results)
     print(f"wrote {workdir / 'results.json'}")
     return 0

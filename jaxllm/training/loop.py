@@ -22,6 +22,7 @@ from jaxllm.training import (
     interrupt,
     optimizers,
     partition,
+    profiling,
     progress,
     sharding,
     writers,
@@ -227,15 +228,19 @@ class _Run:
             batches = loader.iterator(done)
             if hasattr(batches, "close"):
                 stack.callback(batches.close)
+            tracer = profiling.Tracer()
+            stack.callback(tracer.close)
             while done < config.steps:
                 if signal.reached(done):
                     self._flush()
                     return self._end(state, interrupted=True)
                 batch = _next(batches, done)
                 tokens = _tokens(batch) * jax.process_count()
+                tracer.before(done)
                 state, metrics = step(state, place(batch))
                 self._flush()  # the step before, while this one runs
                 done += 1
+                tracer.after(done, metrics)
                 self._pending = (done, metrics, tokens)
                 self._between(state, done)
         return self._end(state, interrupted=False)
