@@ -150,7 +150,7 @@ def figures(page: report.Report, results: dict[str, Any]) -> None:
             axis.minorticks_off()
             if name == "coverage":
                 axis.axhline(1 - alphas[level], color="black", linewidth=1, linestyle=":")
-            axis.legend(fontsize=7)
+            axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
         page.figure(figure, name, f"{label}, by size")
     figure, axes = report.new_figure(1, len(TITLES), width=4.2, height=4.6)
     for axis, (setting, table) in zip(axes, results["settings"].items(), strict=True):

@@ -12,6 +12,7 @@ import pytest
 from jaxllm.inference import scoring
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import forward
+from jaxllm.models.hf import load_hf
 from jaxllm.models.parameters import init_params
 from jaxllm.models.quantized import quantize_params
 
@@ -171,6 +172,17 @@ def test_few_programs_for_many_lengths(model):
     for size in range(2, 32):
         scoring.score_continuations(*model, [([1] * size, [2])] * 16)
     assert scoring._token_scores._cache_size() - before <= 3
+
+
+@pytest.mark.parametrize("name", ["stories260k", "babyllama-char105"])
+def test_a_real_checkpoint_has_the_stored_perplexity(shared_dir, name):
+    config, params = load_hf(shared_dir / "data" / "models" / name)
+    with np.load(shared_dir / "golden" / "models" / f"{name}.npz") as golden:
+        tokens, expected = golden["nll_ids"].tolist(), golden["nll"]
+    (score,) = scoring.score_continuations(config, params, [(tokens[:1], tokens[1:])])
+    np.testing.assert_allclose(-score.log_probs, expected, atol=2e-4)
+    found = scoring.perplexity(config, params, tokens, max_length=len(tokens))
+    assert found.perplexity == pytest.approx(math.exp(expected.mean()), rel=1e-4)
 
 
 def test_bad_requests_are_refused(model):
