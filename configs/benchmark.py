@@ -1,4 +1,4 @@
-"""Measures speed and memory: training, input pipeline, start-up, loading of checkpoints.
+"""Measures speed and memory: training, experts, input pipeline, start-up, loading of checkpoints.
 
 python -m experiments.launch --config configs/benchmark.py
 python -m experiments.launch --config configs/benchmark.py:training
@@ -13,6 +13,7 @@ ONE_SHOT = True
 VARIANTS = {
     "all": "every suite; about 8 minutes on 2 CPU cores",
     "training": "15 M Llama in float32, against transformers on torch (extra `bench`); 3 minutes",
+    "moe": "experts on the tokens that chose them, against every expert on every token; 1 minute",
     "pipeline": "tokens a second of the input pipeline, against what the 15 M model consumes",
     "startup": "import times, and compile time of the tiny model's training step",
     "loading": "peak host memory while a synthetic 2 GB sharded checkpoint is loaded",
@@ -32,6 +33,9 @@ def get_config(variant: str = "all") -> ml_collections.ConfigDict:
     config.training.steps = 2
     config.training.threads = 2
     config.training.compare = True
+
+    config.moe = ml_collections.ConfigDict()
+    config.moe.rounds = 5
 
     config.pipeline = ml_collections.ConfigDict()
     config.pipeline.batch_size = 8

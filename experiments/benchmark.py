@@ -15,6 +15,7 @@ from experiments.errors import UsageError
 
 SUITES = {
     "training": "experiments.benchmarks.training",
+    "moe": "experiments.benchmarks.moe",
     "pipeline": "experiments.benchmarks.pipeline",
     "startup": "experiments.benchmarks.startup",
     "loading": "experiments.benchmarks.loading",
@@ -97,6 +98,8 @@ def write(workdir: pathlib.Path, results: dict[str, Any]) -> None:
         page.table(["measure", "value"], rows)
         if name == "training":
             page.figure(*training_figure(values))
+        if name == "moe":
+            page.figure(*moe_figure(values))
     page.write()
 
 
@@ -117,3 +120,14 @@ def training_figure(values: dict[str, Any]) -> tuple[Any, str, str]:
     axes.set_ylim(bottom=0)
     axes.legend()
     return figure, "training", "Training speed by round; the sides take turns in one process"
+
+
+def moe_figure(values: dict[str, Any]) -> tuple[Any, str, str]:
+    """How many times faster grouped experts are, by shape."""
+    figure, axes = report.new_figure(width=7.2)
+    names = list(values)[::-1]
+    ratios = [values[name]["ratio"] for name in names]
+    axes.barh([name.replace("_", " ") for name in names], ratios)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("time of every expert on every token / time of grouped experts")
+    return figure, "moe", "Grouped experts against every expert; above 1, grouping is faster"

@@ -15,6 +15,7 @@ _QK_NORMS = (None, "head", "whole")
 _POSITIONS = ("rope", "learned")
 _REMAT = ("none", "all_dots", "dots", "full")
 _SCORINGS = ("softmax", "sigmoid")
+_EXECUTIONS = ("auto", "grouped", "every")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -90,6 +91,11 @@ class MoEConfig:
       selection_bias: the router has a bias that acts on the choice only (DeepSeek-V3's balancing).
       num_groups, groups_per_token: choose K experts only within the best groups (DeepSeek-V2).
       sparse_layers: which layers are mixtures; None = all.
+      execution: how experts run: "grouped" on the tokens that chose them (plain arrays only; first
+        derivatives in reverse mode), "every" one on every token (any weights, any derivatives),
+        or "auto", whichever is faster where both can be.
+      bias_update_rate: after every training step the selection bias of each expert moves by this
+        much towards equal load, by `jaxllm.training.balance` (arXiv:2408.15664); 0 = it stays.
     """
 
     num_experts: int
@@ -104,9 +110,17 @@ class MoEConfig:
     num_groups: int = 1
     groups_per_token: int = 1
     sparse_layers: tuple[bool, ...] | None = None
+    execution: Literal["auto", "grouped", "every"] = "auto"
+    bias_update_rate: float = 0.0
 
     def __post_init__(self) -> None:
         _one_of("moe.scoring", self.scoring, _SCORINGS)
+        _one_of("moe.execution", self.execution, _EXECUTIONS)
+        _require(
+            self.bias_update_rate == 0 or (self.bias_update_rate > 0 and self.selection_bias),
+            f"moe.bias_update_rate={self.bias_update_rate} must be 0, or positive with "
+            "moe.selection_bias.",
+        )
         _require(
             1 <= self.experts_per_token <= self.num_experts,
             f"moe.experts_per_token={self.experts_per_token} must lie in "

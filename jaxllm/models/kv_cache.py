@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.models import context_parallel
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.context import Context
 from jaxllm.models.placement import on_one_device
@@ -98,6 +99,10 @@ class NoCache(KVCache):
     """Keeps nothing: the new tokens are the whole sequence (training, perplexity, calibration)."""
 
     def attend(self, q, k, v, context):
+        if context_parallel.applies(q, k, context):
+            return context_parallel.attend(
+                q, k, v, context, scale=attention_scale(context.config)
+            ), self
         time = q.shape[1]
         whole = context.taps.wants("attention_probs") or not on_one_device()
         blocks = 1 if whole else min(_QUERY_BLOCKS, max(1, time // _MIN_QUERY_BLOCK))

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, and the dropless reference of its execution.
+"""Mixture of experts: routing, and the choice between the two ways to run the experts.
 
 Letters: B batch, T time, D model width, E experts, K experts a token, C = E / groups.
 """
@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxllm.models import grouped_experts
 from jaxllm.models.config import MoEConfig
 from jaxllm.models.context import Context
 from jaxllm.models.feedforward import dense_feedforward
 from jaxllm.models.inputs import ModelOutputs
 from jaxllm.models.linear import linear
+from jaxllm.models.placement import active_spec, mesh_axes
 from jaxllm.models.weights import FeedForward
 
 
@@ -87,8 +89,8 @@ def router_statistics(
 class MoE(FeedForward):
     """Token-choice mixture of experts: sum over the K chosen experts, and the shared expert.
 
-    The reference execution runs every expert on every token, one expert at a time, and weights the
-    outputs: nothing is dropped, memory holds one expert's activations, and any `Weight` works.
+    Nothing is dropped. Experts of plain arrays run on the tokens that chose them
+    (`jaxllm.models.grouped_experts`) where that is faster; see `MoEConfig.execution`.
 
     Attributes:
       router: {"kernel": [D, E]} and, where choices are balanced by it, {"bias": [E]}.
@@ -116,7 +118,36 @@ class MoE(FeedForward):
             if self.shared_gate is not None:
                 shared = shared * jax.nn.sigmoid(linear(x, self.shared_gate, context))
             y = y + shared
-        return y, state, router_statistics(logits, experts, context.shared.segment_ids)
+        statistics = router_statistics(logits, experts, context.shared.segment_ids)
+        if moe.bias_update_rate:
+            y = _carry_load(y, self.router["bias"], statistics["load"])
+        return y, state, statistics
+
+
+@jax.custom_vjp
+def _carry_load(
+    y: Float[Array, "B T D"], bias: Float[Array, " E"], load: Float[Array, " E"]
+) -> Float[Array, "B T D"]:
+    """y, with the excess load of each expert as the gradient of its selection bias.
+
+    The true gradient is zero, since the bias only decides choices. The load so reaches the
+    optimizer (`jaxllm.training.balance`) through accumulation and sharding like any gradient, from
+    any loss.
+    """
+    del bias, load
+    return y
+
+
+def _carry_load_forward(y, bias, load):
+    return y, (bias, load)
+
+
+def _carry_load_backward(residuals, gradient):
+    bias, load = residuals
+    return gradient, (load - load.mean()).astype(bias.dtype), jnp.zeros_like(load)
+
+
+_carry_load.defvjp(_carry_load_forward, _carry_load_backward)
 
 
 def run_experts(
@@ -126,7 +157,49 @@ def run_experts(
     weights: Float[Array, "B T K"],
     context: Context,
 ) -> Float[Array, "B T D"]:
-    """sum_k weights_k * expert_k(x), dropless, accumulated in float32."""
+    """sum_k weights_k * expert_k(x), dropless, accumulated in float32.
+
+    Raises:
+      ValueError: grouped execution is asked for and the experts are not plain arrays.
+    """
+    execution = context.config.moe.execution
+    supported = grouped_experts.supports(nodes, context)
+    if execution == "grouped" and not supported:
+        raise ValueError(
+            "moe.execution='grouped' needs experts that are plain arrays, without a neuron mask: "
+            "use 'auto' or 'every'."
+        )
+    if execution == "grouped" or (
+        execution == "auto"
+        and supported
+        and (_experts_are_sharded(nodes) or grouped_experts.is_faster(*_sizes(nodes, experts)))
+    ):
+        return grouped_experts.run(nodes, x, experts, weights, context)
+    return run_every_expert(nodes, x, experts, weights, context)
+
+
+def _sizes(nodes: Any, experts: Int[Array, "B T K"]) -> tuple[int, int, int]:
+    rows, per_row = experts.shape[0] * experts.shape[1], experts.shape[2]
+    return rows, per_row, jax.tree.leaves(nodes)[0].shape[0]
+
+
+def _experts_are_sharded(nodes: Any) -> bool:
+    """Whether devices hold different experts: a loop over all of them would move every one."""
+    spec = active_spec(jax.tree.leaves(nodes)[0].shape[:1], ("expert",))
+    return bool(mesh_axes(*spec))
+
+
+def run_every_expert(
+    nodes: Any,
+    x: Float[Array, "B T D"],
+    experts: Int[Array, "B T K"],
+    weights: Float[Array, "B T K"],
+    context: Context,
+) -> Float[Array, "B T D"]:
+    """`run_experts` by every expert on every token, one expert at a time.
+
+    Memory holds one expert's activations, any `Weight` works, and derivatives of any order exist.
+    """
     num_experts = jax.tree.leaves(nodes)[0].shape[0]
     mixed = jnp.einsum("btke,btk->ebt", jax.nn.one_hot(experts, num_experts), weights)
     context = context.untapped()

@@ -1,8 +1,8 @@
-"""Device meshes, logical axis rules, and how parameters and batches are laid out over them.
+"""Device meshes, and how parameters and batches are laid out over them.
 
-Parameters and activations name their dimensions logically ("embed", "heads", "batch"); a dictionary
-of rules says which mesh axes each name is split over. The decoder constrains its activations with
-`flax.linen.with_logical_constraint`, which does nothing unless `use(mesh, rules)` is active.
+The rules that map logical axes to mesh axes are in `jaxllm.models.placement`. The decoder
+constrains its activations with `flax.linen.with_logical_constraint`, which does nothing unless
+`use(mesh, rules)` is active.
 """
 
 from __future__ import annotations
@@ -10,44 +10,43 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.models.parameters import path_name
+from jaxllm.models.placement import (
+    DEFAULT_RULES,
+    MESH_AXES,
+    AnyMesh,
+    Rules,
+    active_spec,
+    flax_rules,
+    mesh_axes,
+    partition_spec,
+)
 
-MESH_AXES = ("data", "fsdp", "tensor", "expert", "context")
-
-AnyMesh = Mesh | AbstractMesh
-Rules = Mapping[str, str | tuple[str, ...] | None]
-
-# Earlier rules win where two names of one array want the same mesh axis.
-DEFAULT_RULES: Rules = {
-    # activations
-    "batch": ("data", "fsdp", "expert"),
-    "length": "context",
-    "act_embed": None,
-    "act_heads": "tensor",
-    "act_kv_heads": "tensor",
-    "act_mlp": "tensor",
-    "act_vocab": "tensor",
-    "act_expert": "expert",
-    # parameters
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "expert": "expert",
-    "embed": "fsdp",
-    "latent": None,
-    "positions": None,
-    "norm": None,
-    "layers": None,
-}
+__all__ = [
+    "DEFAULT_RULES",
+    "MESH_AXES",
+    "AnyMesh",
+    "MeshConfig",
+    "Rules",
+    "active_spec",
+    "batch_sharding",
+    "create_mesh",
+    "mesh_axes",
+    "named_shardings",
+    "partition_spec",
+    "replicated",
+    "shard_batch",
+    "use",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +59,8 @@ class MeshConfig:
       tensor: shards of heads, hidden neurons and vocabulary.
       expert: shards of experts; dense layers use it for rows.
       context: shards of the sequence.
+      across_slices: the axis that is laid over the network between slices, where the devices are of
+        several TPU slices. Its traffic should be the least: "data" sums gradients once a step.
     """
 
     data: int = 1
@@ -67,12 +68,19 @@ class MeshConfig:
     tensor: int = 1
     expert: int = 1
     context: int = 1
+    across_slices: str = "data"
 
     def __post_init__(self) -> None:
-        for name, size in dataclasses.asdict(self).items():
+        axes = {name: getattr(self, name) for name in MESH_AXES}
+        for name, size in axes.items():
             if size != -1 and size < 1:
                 raise ValueError(f"mesh.{name}={size} must be positive, or -1 for what is left.")
-        filled = [name for name, size in dataclasses.asdict(self).items() if size == -1]
+        if self.across_slices not in MESH_AXES:
+            raise ValueError(
+                f"mesh.across_slices={self.across_slices!r} is unknown: expected one of "
+                f"{MESH_AXES}."
+            )
+        filled = [name for name, size in axes.items() if size == -1]
         if len(filled) > 1:
             raise ValueError(f"only one mesh axis may be -1, got {filled}.")
 
@@ -100,16 +108,40 @@ class MeshConfig:
 def create_mesh(
     config: MeshConfig | None = None, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A mesh over all devices (or the given ones), laid out for the hardware by `jax.make_mesh`.
+    """A mesh over all devices (or the given ones), laid out for the hardware.
+
+    Devices of one slice are ordered by `jax.make_mesh`. Those of several slices (by their
+    `slice_index`) are ordered within each slice, and `config.across_slices` is laid over the
+    slices, outermost.
 
     Raises:
-      ValueError: the sizes do not fit the number of devices.
+      ValueError: the sizes do not fit the number of devices, or of slices.
     """
+    config = config or MeshConfig()
     devices = jax.devices() if devices is None else list(devices)
-    sizes = (config or MeshConfig()).sizes(len(devices))
+    sizes = config.sizes(len(devices))
     shape = tuple(sizes[name] for name in MESH_AXES)
     types = (AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        try:
+            return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
+        except NotImplementedError:
+            # No product of whole axes of the torus has the size of some mesh axis (8 on 4x4x4).
+            grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+            return Mesh(grid, MESH_AXES, axis_types=types)
+    outer = config.across_slices
+    if sizes[outer] % slices:
+        raise ValueError(
+            f"the devices are of {slices} slices: mesh.{outer}={sizes[outer]}, the axis across "
+            f"slices, must be a multiple of {slices}."
+        )
+    inside = tuple(size // slices if n == outer else size for n, size in sizes.items())
+    between = tuple(slices if name == outer else 1 for name in MESH_AXES)
+    grid = mesh_utils.create_hybrid_device_mesh(
+        inside, between, devices, allow_split_physical_axes=True
+    )
+    return Mesh(grid, MESH_AXES, axis_types=types)
 
 
 @contextlib.contextmanager
@@ -118,57 +150,8 @@ def use(mesh: Mesh | None, rules: Rules | None = None) -> Iterator[None]:
     if mesh is None:
         yield
         return
-    with jax.set_mesh(mesh), nn.logical_axis_rules(_flax_rules(rules)):
+    with jax.set_mesh(mesh), nn.logical_axis_rules(flax_rules(rules)):
         yield
-
-
-def partition_spec(
-    shape: Sequence[int],
-    axes: Sequence[str | None] | None,
-    mesh: AnyMesh,
-    rules: Rules | None = None,
-) -> PartitionSpec:
-    """The mesh axes of each dimension of an array whose dimensions are named `axes`.
-
-    A mesh axis that does not divide a dimension (together with those before it in the rule) is
-    dropped.
-
-    Raises:
-      ValueError: the number of names differs from the number of dimensions, a name has no rule, or
-        a rule names an unknown mesh axis.
-    """
-    axes = tuple(axes or (None,) * len(shape))
-    rules = DEFAULT_RULES if rules is None else rules
-    if len(axes) != len(shape):
-        raise ValueError(f"axes {axes} do not fit an array of shape {tuple(shape)}.")
-    for name in axes:
-        if name is not None and name not in rules:
-            raise ValueError(f"no sharding rule for {name!r}: expected one of {sorted(rules)}.")
-    spec = nn.logical_to_mesh_axes(axes, _flax_rules(rules))
-    return PartitionSpec(*(_dividing(n, entry, mesh) for n, entry in zip(shape, spec, strict=True)))
-
-
-def active_spec(shape: Sequence[int], axes: Sequence[str | None]) -> PartitionSpec:
-    """`partition_spec` for the mesh and rules of the surrounding `use`; empty outside of one.
-
-    Mesh axes that a surrounding `shard_map` already handles by hand are left out.
-    """
-    mesh, rules = jax.sharding.get_abstract_mesh(), dict(nn.get_logical_axis_rules())
-    if mesh.empty or not rules:
-        return PartitionSpec()
-    manual = set(mesh.manual_axes)
-
-    spec = partition_spec(shape, axes, mesh, rules)
-    return PartitionSpec(
-        *(tuple(name for name in mesh_axes(entry) if name not in manual) or None for entry in spec)
-    )
-
-
-def mesh_axes(*entries: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes that entries of a spec (or rules) name."""
-    return tuple(
-        name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry or ())
-    )
 
 
 def named_shardings(tree: Any, axes: Any, mesh: Mesh, rules: Rules | None = None) -> Any:
@@ -250,23 +233,5 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def _flax_rules(rules: Rules | None) -> tuple[tuple[str, Any], ...]:
-    return tuple((DEFAULT_RULES if rules is None else rules).items())
-
-
 def _size(entry: str | tuple[str, ...] | None, mesh: AnyMesh) -> int:
     return math.prod(mesh.shape[name] for name in mesh_axes(entry))
-
-
-def _dividing(size: int, entry: str | tuple[str, ...] | None, mesh: AnyMesh):
-    """The longest prefix of a rule's mesh axes that divides a dimension, without axes of size 1."""
-    kept: list[str] = []
-    for name in mesh_axes(entry):
-        if name not in mesh.shape:
-            raise ValueError(f"a sharding rule names mesh axis {name!r}: the mesh has {MESH_AXES}.")
-        if mesh.shape[name] == 1:
-            continue
-        if size % math.prod(mesh.shape[n] for n in (*kept, name)):
-            break
-        kept.append(name)
-    return None if not kept else kept[0] if len(kept) == 1 else tuple(kept)

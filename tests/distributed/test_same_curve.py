@@ -34,24 +34,43 @@ def test_the_curve_goes_down(single):
 @pytest.mark.parametrize(
     ("mesh", "accumulate"),
     [
+        (sharding.MeshConfig(fsdp=8), 1),
         (sharding.MeshConfig(fsdp=4, tensor=2), 1),
+        (sharding.MeshConfig(fsdp=2, tensor=2, context=2), 1),
         (sharding.MeshConfig(data=2, fsdp=2, context=2), 2),
     ],
+    ids=["fsdp", "tensor", "context", "accumulated"],
 )
 def test_eight_devices(single, tmp_path, mesh, accumulate):
     curve = small_run.run(tmp_path, mesh_config=mesh, accumulate=accumulate)
     np.testing.assert_allclose(curve, single, rtol=0, atol=1e-5)
 
 
-def test_experts_over_devices(tmp_path):
-    model = small_run.MODEL.replace(
-        num_layers=1, moe=MoEConfig(num_experts=4, experts_per_token=2, expert_dim=16)
-    )
-    curves = [
-        small_run.run(tmp_path / str(i), steps=5, mesh_config=mesh, model=model)
-        for i, mesh in enumerate((None, sharding.MeshConfig(fsdp=2, expert=4)))
-    ]
-    np.testing.assert_allclose(*curves, rtol=0, atol=1e-5)
+def mixture(execution):
+    moe = MoEConfig(num_experts=4, experts_per_token=2, expert_dim=16, execution=execution)
+    return small_run.MODEL.replace(num_layers=1, moe=moe)
+
+
+@pytest.fixture(scope="module")
+def single_mixture(tmp_path_factory):
+    """Every expert on every token, on one device."""
+    folder = tmp_path_factory.mktemp("mixture")
+    return small_run.run(folder, steps=10, model=mixture("every"))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        sharding.MeshConfig(fsdp=8),
+        sharding.MeshConfig(fsdp=4, tensor=2),
+        sharding.MeshConfig(fsdp=2, tensor=2, expert=2),
+        sharding.MeshConfig(fsdp=2, expert=2, context=2),
+    ],
+    ids=["fsdp", "tensor", "expert", "context"],
+)
+def test_mixtures_on_eight_devices(single_mixture, tmp_path, mesh):
+    curve = small_run.run(tmp_path, steps=10, mesh_config=mesh, model=mixture("grouped"))
+    np.testing.assert_allclose(curve, single_mixture, rtol=0, atol=1e-5)
 
 
 def test_two_processes(single, tmp_path):

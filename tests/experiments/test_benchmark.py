@@ -7,7 +7,7 @@ import json
 import pytest
 
 from experiments import benchmark, config_files, launch
-from experiments.benchmarks import pipeline, startup, training
+from experiments.benchmarks import moe, pipeline, startup, training
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +57,15 @@ def test_training_step_really_trains():
     step()
 
 
+def test_mixtures_are_measured_side_by_side(tmp_path, monkeypatch):
+    monkeypatch.setitem(moe.SHAPES, "micro", (4, 2, 16, 8, 8, True))
+    result = moe.measure(rounds=1, shapes=("micro",))
+    assert result["micro"]["ratio"] == result["micro"]["every_ms"] / result["micro"]["grouped_ms"]
+    assert result["micro"]["auto"] in ("every", "grouped")
+    benchmark.write(tmp_path, {"machine": {"cores": 2, "busy": False}, "moe": result})
+    assert "figures/moe.png" in (tmp_path / "report.md").read_text()
+
+
 def test_pipeline_is_measured_from_text_to_batches():
     result = pipeline.measure(seconds=0.2)
     assert result["tokens"] > 1_000_000
@@ -94,7 +103,7 @@ def test_results_and_report(tmp_path, monkeypatch, capsys):
     assert launch.main([*arguments, "--workdir", str(tmp_path)]) == 0
     assert "**Warning**" not in (tmp_path / "report.md").read_text()
     assert launch.main(["--config", "benchmark", "--config.suites=('speed',)"]) == 2
-    assert "training, pipeline" in capsys.readouterr().err
+    assert ", ".join(benchmark.SUITES) in capsys.readouterr().err
 
 
 def test_every_suite_has_options_that_it_takes():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,7 @@ def test_mesh_sizes(mesh):
         (lambda: sharding.create_mesh(sharding.MeshConfig(tensor=3)), "multiple of 3 devices"),
         (lambda: sharding.MeshConfig(data=-1, fsdp=-1), r"\['data', 'fsdp'\]"),
         (lambda: sharding.MeshConfig(expert=0), "mesh.expert=0"),
+        (lambda: sharding.MeshConfig(across_slices="rows"), "mesh.across_slices='rows'"),
     ],
 )
 def test_bad_meshes_are_refused(make, message):
@@ -102,3 +105,52 @@ def test_logical_constraints_act_only_inside_use(mesh):
     with sharding.use(mesh):
         inside = jax.jit(lambda x: f(x))(jnp.ones((8, 4)))
     assert inside.sharding.spec == P("fsdp", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceDevice:
+    """As much of a TPU device as the layout of a mesh looks at."""
+
+    id: int
+    slice_index: int
+    process_index: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+    core_on_chip: int = 0
+    torus: tuple[int, int, int] = (2, 2, 1)
+
+    @property
+    def coords(self):
+        return tuple(int(i) for i in np.unravel_index(self.id % np.prod(self.torus), self.torus))
+
+
+def slices(count):
+    return [SliceDevice(id=i, slice_index=i // 4, process_index=i // 4) for i in range(4 * count)]
+
+
+def slice_of(mesh):
+    return np.vectorize(lambda device: device.slice_index)(mesh.devices)
+
+
+def test_one_axis_lies_across_slices_and_the_others_within():
+    mesh = sharding.create_mesh(sharding.MeshConfig(data=4, fsdp=2), slices(2))
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "tensor": 1, "expert": 1, "context": 1}
+    along = slice_of(mesh).reshape(4, 2)
+    np.testing.assert_array_equal(along, np.repeat([0, 1], 2)[:, None] + np.zeros(2, int))
+    config = sharding.MeshConfig(fsdp=4, tensor=2, across_slices="fsdp")
+    along = slice_of(sharding.create_mesh(config, slices(2))).reshape(4, 2)
+    np.testing.assert_array_equal(along[:, 0], [0, 0, 1, 1])
+
+
+def test_axes_may_split_those_of_the_torus():
+    devices = [SliceDevice(i, 0, i // 4, device_kind="TPU v5", torus=(4, 4, 4)) for i in range(64)]
+    mesh = sharding.create_mesh(sharding.MeshConfig(fsdp=8, expert=8), devices)
+    assert (mesh.shape["fsdp"], mesh.shape["expert"]) == (8, 8)
+    assert len({device.id for device in mesh.devices.flat}) == 64
+
+
+def test_an_axis_that_does_not_cover_the_slices_is_refused():
+    with pytest.raises(ValueError, match="2 slices: mesh.data=1, the axis across slices"):
+        sharding.create_mesh(sharding.MeshConfig(fsdp=8), slices(2))
+    with pytest.raises(ValueError, match="3 slices: mesh.data=2"):
+        sharding.create_mesh(sharding.MeshConfig(data=2, fsdp=6), slices(3))
