@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxllm.models.collectives import scatter_axis
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.context import Context, Taps
 from jaxllm.models.feedforward import dense_feedforward
@@ -363,22 +364,10 @@ def _reduce_weights(layout: _Layout, gradients: Any) -> Any:
         rest = set(others)
         for axis, names in enumerate(layout.weight_axes(path)):
             if axis > 0 and names and names == layout.embed:
-                leaf = _scatter_axis(leaf, names, axis, rest)
+                leaf = scatter_axis(leaf, names, axis, rest)
                 rest -= set(names)
         if path[-1].key == "bias" and path[0].key == "down":
             rest |= set(layout.hidden)
         return jax.lax.psum(leaf, tuple(sorted(rest))) if rest else leaf
 
     return jax.tree_util.tree_map_with_path(reduce, gradients)
-
-
-def _scatter_axis(leaf: Array, names: Axes, axis: int, summed: set[str]) -> Array:
-    """This device's shard along an axis, summed over those of its mesh axes that hold rows."""
-    for name in names:
-        if name in summed:
-            leaf = jax.lax.psum_scatter(leaf, name, scatter_dimension=axis, tiled=True)
-        else:
-            size = leaf.shape[axis] // jax.lax.axis_size(name)
-            start = jax.lax.axis_index(name) * size
-            leaf = jax.lax.dynamic_slice_in_dim(leaf, start, size, axis)
-    return leaf

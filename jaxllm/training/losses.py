@@ -14,8 +14,8 @@ The z term keeps the normaliser near one (PaLM, arXiv:2204.02311, section 5).
 
 The fused loss forms the gradients with respect to h and W inside the forward pass, while a chunk's
 logits are at hand, so that the backward pass only scales them: three products with W instead of
-  four,
-and logits are never stored.
+four, and logits are never stored. On a mesh it goes by blocks of the vocabulary instead of chunks
+of rows (`sharded_head`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxllm.training import sharding
+from jaxllm.training import sharded_head, sharding
+from jaxllm.training.sharded_head import Options, Rows
 
 
 class LossSums(NamedTuple):
@@ -49,21 +49,6 @@ class LossSums(NamedTuple):
     z_loss: Float[Array, ""]
     correct: Float[Array, ""]
     weight: Float[Array, ""]
-
-
-class _Options(NamedTuple):
-    vocab_axis: int
-    softcap: float | None
-    z_loss: float
-    chunk: int
-
-
-class _Rows(NamedTuple):
-    """Per-token values of one block of logits."""
-
-    nll: Array
-    log_normalizer: Array
-    correct: Array
 
 
 def cross_entropy(
@@ -132,10 +117,9 @@ def token_scores(
       chunk: tokens whose logits a device holds at once.
     """
     hidden, targets, _, shape = _as_batch(hidden, head, targets, None, vocab_axis)
-    options = _Options(vocab_axis, softcap, 0.0, chunk)
+    options = Options(vocab_axis, softcap, 0.0, chunk)
 
-    def local(axes, hidden, head, targets):
-        del axes
+    def local(hidden, head, targets):
         chunks = _num_chunks(targets.shape, chunk)
 
         @jax.checkpoint
@@ -148,7 +132,7 @@ def token_scores(
         _, scores = jax.lax.scan(body, None, (_split(hidden, chunks), _split(targets, chunks)))
         return jax.tree.map(lambda x: _join(x, targets.shape[1]), scores)
 
-    over = _over_rows(local, targets.shape, (True, False, True), True)
+    over = _over_rows(local, targets.shape, (True, False, True))
     return jax.tree.map(lambda x: x.reshape(shape), over(hidden, head, targets))
 
 
@@ -182,66 +166,60 @@ def fused_cross_entropy(
     """
     hidden, targets, weights, _ = _as_batch(hidden, head, targets, weights, vocab_axis)
     weights = _weights(weights, targets, jnp.promote_types(hidden.dtype, jnp.float32))
-    options = _Options(vocab_axis, softcap, z_loss, chunk)
+    options = Options(vocab_axis, softcap, z_loss, chunk)
     return _fused(options, hidden, head, targets, weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(options: _Options, hidden, head, targets, weights) -> LossSums:
-    def local(axes, hidden, head, targets, weights):
-        def body(_, block):
-            h, t, w = block
-            logits, _ = _logits(h, head, options)
-            return None, _sums(_rows(logits, t), w, options.z_loss)
+def _fused(options: Options, hidden, head, targets, weights) -> LossSums:
+    if sharded_head.applies(targets.shape):
+        rows = sharded_head.rows(options, hidden, head, targets)
+        return _sums(rows, weights, options.z_loss)
 
-        _, sums = jax.lax.scan(body, None, _blocks(options, hidden, targets, weights))
-        return jax.lax.psum(jax.tree.map(lambda x: x.sum(0), sums), axes)
+    def body(_, block):
+        h, t, w = block
+        logits, _ = _logits(h, head, options)
+        return None, _sums(_rows(logits, t), w, options.z_loss)
 
-    over = _over_rows(local, targets.shape, (True, False, True, True), False)
-    return over(hidden, head, targets, weights)
+    _, sums = jax.lax.scan(body, None, _blocks(options, hidden, targets, weights))
+    return jax.tree.map(lambda x: x.sum(0), sums)
 
 
-def _fused_forward(options: _Options, hidden, head, targets, weights):
-    def local(axes, hidden, head, targets, weights):
-        def body(head_grad, block):
-            h, t, w = block
-            grad, rows = _logit_gradient(h, head, t, w, options)
-            contract = ((2,), (options.vocab_axis,))
-            hidden_grad = _dot(grad, head.astype(h.dtype), contract).astype(h.dtype)
-            head_grad = head_grad + _dot(h, grad, ((0, 1), (0, 1)))
-            per_token = rows.nll + options.z_loss * rows.log_normalizer**2
-            return head_grad, (_sums(rows, w, options.z_loss), hidden_grad, per_token)
+def _fused_forward(options: Options, hidden, head, targets, weights):
+    if sharded_head.applies(targets.shape):
+        rows, hidden_grad, head_grad = sharded_head.rows_and_gradients(
+            options, hidden, head, targets, weights
+        )
+        per_token = _per_token(rows, options)
+        sums = _sums(rows, weights, options.z_loss)
+        return sums, (hidden_grad, head_grad, per_token.astype(weights.dtype))
 
-        # Summed as [D, V] in either case: a product whose rows are the hidden dimension is the
-        # faster one (1.5 times on a CPU), and transposing the sum once costs little.
-        shape = (hidden.shape[-1], head.shape[options.vocab_axis])
-        start = jnp.zeros(shape, jnp.promote_types(hidden.dtype, jnp.float32))
-        blocks = _blocks(options, hidden, targets, weights)
-        head_grad, (sums, hidden_grad, per_token) = jax.lax.scan(body, start, blocks)
-        sums = jax.tree.map(lambda x: x.sum(0), sums)
-        sums = jax.lax.psum(sums, axes)
-        # Over devices it is summed in the type of the products, as the gradient of any other weight
-        # is. That is left to the partitioner, for which each shard keeps its own in the first axis.
-        head_grad = (head_grad.astype(hidden.dtype) if axes else head_grad)[None]
-        length = hidden.shape[1]
-        rest = _join(hidden_grad, length), _join(per_token, length).astype(weights.dtype)
-        return (sums, head_grad), rest
+    def body(head_grad, block):
+        h, t, w = block
+        grad, rows = _logit_gradient(h, head, t, w, options)
+        contract = ((2,), (options.vocab_axis,))
+        hidden_grad = _dot(grad, head.astype(h.dtype), contract).astype(h.dtype)
+        head_grad = head_grad + _dot(h, grad, ((0, 1), (0, 1)))
+        return head_grad, (_sums(rows, w, options.z_loss), hidden_grad, _per_token(rows, options))
 
-    rows = sharding.mesh_axes(*sharding.active_spec(targets.shape, ("batch", "length")))
-    by_row = ((False, PartitionSpec(rows)), True)
-    over = _over_rows(local, targets.shape, (True, False, True, True), by_row)
-    # Cast first, so that what is gathered for the products is as small as they are.
-    (sums, head_grad), (hidden_grad, per_token) = over(
-        hidden, head.astype(hidden.dtype), targets, weights
-    )
-    head_grad = jax.lax.reduce(head_grad, np.zeros((), head_grad.dtype), jax.lax.add, (0,))
-    # The shard of a device only: the whole sum would stay in memory until the optimizer.
-    head_grad = nn.with_logical_constraint(head_grad, ("embed", "vocab"))
+    # Summed as [D, V] in either case: a product whose rows are the hidden dimension is the
+    # faster one (1.5 times on a CPU), and transposing the sum once costs little.
+    shape = (hidden.shape[-1], head.shape[options.vocab_axis])
+    start = jnp.zeros(shape, jnp.promote_types(hidden.dtype, jnp.float32))
+    blocks = _blocks(options, hidden, targets, weights)
+    head_grad, (sums, hidden_grad, per_token) = jax.lax.scan(body, start, blocks)
     head_grad = head_grad if options.vocab_axis == 1 else head_grad.T
-    return sums, (hidden_grad, head_grad.astype(head.dtype), per_token)
+    length = hidden.shape[1]
+    per_token = _join(per_token, length).astype(weights.dtype)
+    gradients = (_join(hidden_grad, length), head_grad.astype(head.dtype), per_token)
+    return jax.tree.map(lambda x: x.sum(0), sums), gradients
 
 
-def _logit_gradient(h, head, t, w, options: _Options):
+def _per_token(rows: Rows, options: Options):
+    return rows.nll + options.z_loss * rows.log_normalizer**2
+
+
+def _logit_gradient(h, head, t, w, options: Options):
     """d total / d logits [B, C, V] of one chunk, in the dtype of h, and its per-token values."""
     logits, slope = _logits(h, head, options)
     rows = _rows(logits, t)
@@ -252,7 +230,7 @@ def _logit_gradient(h, head, t, w, options: _Options):
     return (grad if slope is None else grad * slope).astype(h.dtype), rows
 
 
-def _fused_backward(options: _Options, residuals, cotangents: LossSums):
+def _fused_backward(options: Options, residuals, cotangents: LossSums):
     del options
     hidden_grad, head_grad, weights_grad = residuals
     scale = cotangents.total
@@ -266,48 +244,36 @@ def _fused_backward(options: _Options, residuals, cotangents: LossSums):
 _fused.defvjp(_fused_forward, _fused_backward)
 
 
-def _over_rows(function, shape: tuple[int, ...], by_row_in, by_row_out):
-    """Runs function(axes, *arrays) on each shard of [B, T] rows, where a mesh splits them.
+def _over_rows(function, shape: tuple[int, ...], by_row_in: tuple[bool, ...]):
+    """Runs a function on each shard of [B, T] rows, where a mesh splits them.
 
-    Left to the partitioner, every chunk of the scan would end in an all-reduce of the whole
-    gradient of the head. Here each shard sums its own, and `function` adds them over `axes` once.
-    The vocabulary stays with the partitioner.
+    Left to the partitioner, every chunk of the scan would end in a collective. The vocabulary stays
+    with the partitioner.
 
     Args:
-      function: gets the names of the mesh axes to sum over, and the arrays.
+      function: of arrays, with results that are all split by rows.
       shape: [B, T].
-      by_row_in, by_row_out: per argument and result (a prefix of it), whether it is split by rows
-        or is the same for all; or its `PartitionSpec`.
+      by_row_in: whether each argument is split by rows or is the same for all.
     """
     rows = sharding.active_spec(shape, ("batch", "length"))
     axes = sharding.mesh_axes(*rows)
-    local = functools.partial(function, axes)
     if not axes:
-        return local
-
-    def specs(flags):
-        def spec(flag):
-            if isinstance(flag, PartitionSpec):
-                return flag
-            return rows if flag else PartitionSpec()
-
-        return jax.tree.map(spec, flags, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
+        return function
     return jax.shard_map(
-        local,
-        in_specs=specs(by_row_in),
-        out_specs=specs(by_row_out),
+        function,
+        in_specs=tuple(rows if by_row else PartitionSpec() for by_row in by_row_in),
+        out_specs=rows,
         axis_names=set(axes),
         check_vma=False,
     )
 
 
-def _blocks(options: _Options, hidden, targets, weights):
+def _blocks(options: Options, hidden, targets, weights):
     chunks = _num_chunks(targets.shape, options.chunk)
     return tuple(_split(x, chunks) for x in (hidden, targets, weights))
 
 
-def _logits(h, head, options: _Options):
+def _logits(h, head, options: Options):
     """Logits [B, C, V] in at least float32, and d(capped)/d(raw) (None without a cap)."""
     logits = _dot(h, head.astype(h.dtype), ((2,), (1 - options.vocab_axis,)))
     if options.softcap is None:
@@ -321,15 +287,15 @@ def _dot(a, b, contract):
     return jax.lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=dtype)
 
 
-def _rows(logits, targets) -> _Rows:
+def _rows(logits, targets) -> Rows:
     largest = jax.lax.stop_gradient(logits.max(-1))
     log_normalizer = largest + jnp.log(jnp.exp(logits - largest[..., None]).sum(-1))
     at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
     correct = (at_target >= largest).astype(logits.dtype)
-    return _Rows(log_normalizer - at_target, log_normalizer, jax.lax.stop_gradient(correct))
+    return Rows(log_normalizer - at_target, log_normalizer, jax.lax.stop_gradient(correct))
 
 
-def _sums(rows: _Rows, weights, z_loss: float) -> LossSums:
+def _sums(rows: Rows, weights, z_loss: float) -> LossSums:
     nll = (rows.nll * weights).sum()
     z_term = z_loss * (rows.log_normalizer**2 * weights).sum()
     return LossSums(nll + z_term, nll, z_term, (rows.correct * weights).sum(), weights.sum())

@@ -164,29 +164,21 @@ def test_shapes_are_checked():
         losses.fused_cross_entropy(hidden, head, targets, chunk=0)
 
 
-@pytest.mark.parametrize("function", ["fused", "log_probs"])
-def test_on_a_mesh_the_head_gradient_is_summed_once(function):
+def test_on_a_mesh_the_head_gradient_is_summed_once():
+    """Where the head is whole on a device, as for per-token log-probabilities."""
     hidden, head, targets, weights = _inputs(4, 16, 12, 40)
     mesh = sharding.create_mesh(sharding.MeshConfig(fsdp=2, tensor=2, context=2))
 
     def total(hidden, head, chunk):
-        if function == "fused":
-            return losses.fused_cross_entropy(hidden, head, targets, weights, chunk=chunk).total
         log_probs = losses.token_log_probs(hidden, head, targets, chunk=chunk)
         return (jnp.sin(log_probs) * weights).sum()
 
-    expected = jax.jit(jax.value_and_grad(total, (0, 1)), static_argnums=2)(hidden, head, 64)
-    placed = (
-        jax.device_put(hidden, NamedSharding(mesh, P("fsdp", "context", None))),
-        jax.device_put(head, NamedSharding(mesh, P("fsdp", "tensor"))),
-    )
     gradient = jax.jit(jax.value_and_grad(total, (0, 1)), static_argnums=2)
+    expected = gradient(hidden, head, 64)
     with sharding.use(mesh):
-        compiled = gradient.lower(*placed, 4).compile()
-        made = compiled(*placed)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), made, expected
-    )
+        compiled = gradient.lower(*_placed(mesh, hidden, head), 4).compile()
+        made = compiled(*_placed(mesh, hidden, head))
+    _assert_close(made, expected)
     text = compiled.as_text()
     assert "while(" in text  # more than one chunk
     loops = text[: text.index("\nENTRY")]
@@ -195,6 +187,70 @@ def test_on_a_mesh_the_head_gradient_is_summed_once(function):
         for line in loops.splitlines()
         if re.search(r" (all-reduce|reduce-scatter)\(", line) and "[12,20]" in line
     ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "vocab_size", "vocab_axis", "softcap", "z_loss"),
+    [
+        ({"fsdp": 2, "tensor": 2, "context": 2}, 40, 1, None, 0.0),
+        ({"fsdp": 2, "tensor": 2, "context": 2}, 40, 0, 3.0, 0.1),
+        ({"data": 2, "fsdp": 4}, 43, 1, 3.0, 0.0),  # the last block overlaps the one before
+        ({"tensor": 8}, 40, 0, None, 0.1),
+        ({"fsdp": 8}, 40, 1, None, 0.0),  # neither rows nor embedding divide over 8
+    ],
+)
+def test_fused_on_a_mesh_goes_by_blocks_of_the_vocabulary(
+    axes, vocab_size, vocab_axis, softcap, z_loss
+):
+    hidden, head, targets, weights = _inputs(4, 16, 12, vocab_size)
+    targets = jnp.asarray(targets).at[0, :3].set(jnp.array([-1, -100, vocab_size + 5]))
+    weights = jnp.asarray(weights).at[0, :3].set(0.0)
+    head = head if vocab_axis else head.T
+
+    def total(hidden, head, weights, chunk):
+        sums = losses.fused_cross_entropy(
+            hidden,
+            head,
+            targets,
+            weights,
+            vocab_axis=vocab_axis,
+            softcap=softcap,
+            z_loss=z_loss,
+            chunk=chunk,
+        )
+        return sums.total, sums
+
+    gradient = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True), static_argnums=3)
+    (_, sums), (d_hidden, d_head, d_weights) = gradient(hidden, head, weights, 64)
+    mesh = sharding.create_mesh(sharding.MeshConfig(**axes))
+    with sharding.use(mesh):
+        compiled = gradient.lower(*_placed(mesh, hidden, head, vocab_axis), weights, 4).compile()
+        (_, made_sums), made = compiled(*_placed(mesh, hidden, head, vocab_axis), weights)
+        alone = jax.jit(lambda *arrays: total(*arrays, 4)[1])(hidden, head, weights)
+    _assert_close(made_sums, sums)
+    _assert_close(alone, sums)
+    counted = np.asarray(weights) > 0
+    _assert_close(made[:2], (d_hidden, d_head))
+    _assert_close(made[2][counted], d_weights[counted])
+    # No device ever holds the whole head, or its gradient.
+    whole = "[12,40]" if vocab_axis else "[40,12]"
+    assert axes == {"fsdp": 8} or whole not in compiled.as_text()
+
+
+def _placed(mesh, hidden, head, vocab_axis=1):
+    rows = sharding.partition_spec(hidden.shape, ("batch", "length", None), mesh)
+    names = ("embed", "vocab") if vocab_axis else ("vocab", "embed")
+    of_head = sharding.partition_spec(head.shape, names, mesh)
+    return (
+        jax.device_put(hidden, NamedSharding(mesh, rows)),
+        jax.device_put(head, NamedSharding(mesh, of_head)),
+    )
+
+
+def _assert_close(made, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), made, expected
+    )
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])

@@ -1,4 +1,4 @@
-"""Attention over a sequence sharded in time: equal to one device, at a fraction of its memory."""
+"""Attention on a mesh: equal to one device, with memory that grows like the sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.models import context_parallel, decoder, parameters
+from jaxllm.models import decoder, mesh_attention, parameters
 from jaxllm.models.config import MLAConfig, ModelConfig
 from jaxllm.models.context import Context, Shared, Taps
 from jaxllm.models.inputs import ModelInputs
@@ -144,11 +144,49 @@ def test_memory_of_a_device_falls_with_its_share_of_the_sequence():
     assert arguments[2] == arguments[0] // 4
 
 
-def test_tiles_do_not_change_the_result(monkeypatch, one_device):
-    monkeypatch.setattr(context_parallel, "_TILE", 2)
-    expected = one_device(*example(), jnp.int32(0), SEGMENTS)
-    mesh = sharding.create_mesh(sharding.MeshConfig(fsdp=4, context=2))
-    with sharding.use(mesh):
-        got = jax.jit(lambda *arguments: attend(*arguments))(*example(), jnp.int32(0), SEGMENTS)
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=5e-6)
+@pytest.mark.parametrize("axes", [{"fsdp": 4, "context": 2}, {"fsdp": 4, "tensor": 2}])
+def test_tiles_do_not_change_the_result(monkeypatch, one_device, axes):
+    monkeypatch.setattr(mesh_attention, "_TILE", 2)
+    for layer in (jnp.int32(0), jnp.int32(1)):
+        expected = one_device(*example(), layer, SEGMENTS)
+        with sharding.use(sharding.create_mesh(sharding.MeshConfig(**axes))):
+            got = jax.jit(lambda *arguments: attend(*arguments))(*example(), layer, SEGMENTS)
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, atol=5e-6)
+
+
+def test_memory_does_not_grow_with_the_square_of_the_sequence():
+    mesh = sharding.create_mesh(sharding.MeshConfig(fsdp=4), jax.devices()[:4])
+    held = {}
+    for time in (1024, 4096):
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in example(time=time)]
+        with sharding.use(mesh):
+            lowered = jax.jit(lambda *a: attend(*a, jnp.int32(1), None)).lower(*shapes)
+            held[time] = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert held[4096] < 6 * held[1024]
+
+
+def test_second_derivatives_and_forward_mode():
+    """Gradient penalties and Hessian products; forward mode where the cache is asked for it."""
+    q, k, v, direction = example()
+    shared = Shared(positions=None, segment_ids=None, rope=None)
+    context = Context(CONFIG, ModelInputs(), shared, layer=1, cache=None, taps=Taps(()))
+
+    def total(q, any_derivative=False):
+        cache = NoCache(any_derivative=any_derivative)
+        return (jnp.sin(cache.attend(q, k, v, context)[0]) * direction).sum()
+
+    def derivatives(q):
+        penalty = jax.grad(lambda q: (jax.grad(total)(q) ** 2).sum())(q)
+        _, hessian_product = jax.jvp(jax.grad(total), (q,), (q,))
+        return penalty, hessian_product
+
+    expected = derivatives(q)
+    _, slope = jax.jvp(total, (q,), (q,))
+    with sharding.use(sharding.create_mesh(sharding.MeshConfig(fsdp=4, tensor=2))):
+        for a, b in zip(jax.jit(lambda q: derivatives(q))(q), expected, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+        _, made = jax.jvp(lambda q: total(q, any_derivative=True), (q,), (q,))
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(total, (q,), (q,))
+    np.testing.assert_allclose(made, slope, rtol=1e-4)

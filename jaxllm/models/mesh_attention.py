@@ -1,13 +1,16 @@
-"""Causal attention over a sequence that is sharded in time: a ring of keys and values.
+"""Causal attention on a mesh: tiles of keys, and a ring of them where the sequence is sharded.
 
-Every device keeps its queries, and the keys and values of the others pass by, one shard a step
-(Ring Attention, arXiv:2310.01889), with the softmax carried as a running maximum and sum. Backwards
-the keys and values pass by once more, with their gradients travelling beside them. No device ever
-holds more than two shards of keys and values, or logits of more than one tile of keys.
+The softmax is carried from tile to tile of keys as a running maximum and sum, and the gradient goes
+over the tiles once more (FlashAttention, arXiv:2205.14135), so that nothing of the size of queries
+times keys is ever held or saved. The first derivative must be one in reverse mode.
 
-Shards are contiguous pieces of the sequence, and steps in which nothing is visible are skipped. So
-the last shard works most under a causal mask: it sets the time, up to twice the mean. (An order of
-tokens that balances the shards would have to be made by the data pipeline.)
+Where the sequence is sharded in time, every device keeps its queries, and the keys and values of
+the others pass by, one shard a step (Ring Attention, arXiv:2310.01889). Backwards they pass by once
+more, with their gradients travelling beside them. No device ever holds more than two shards of keys
+and values. Shards are contiguous pieces of the sequence, and steps in which nothing is visible are
+skipped. So the last shard works most under a causal mask: it sets the time, up to twice the mean.
+(An order of tokens that balances the shards would have to be made by the data pipeline.) Where it
+is not, queries go in blocks, each over the keys before its end.
 
 Letters: B batch, T local time, S local keys, H query heads, K key heads, G = H / K, D, E head
 widths.
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -30,6 +34,8 @@ from jaxllm.models.placement import active_spec, free_axes, mesh_axes
 _UNBOUNDED = 2**30
 _MASKED = -1e30  # Finite: a row that has seen nothing yet must not become NaN.
 _TILE = 512  # Keys whose logits are held at once.
+# n blocks of queries leave (n + 1) / 2n of the work on a sequence that is not sharded.
+_QUERY_BLOCKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +44,7 @@ class _Ring:
 
     query_spec: PartitionSpec
     key_spec: PartitionSpec
-    axis: str
+    axis: str | None
     size: int
     scale: float
     softcap: float | None
@@ -57,11 +63,11 @@ class _Ring:
 
 
 def applies(q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], context: Context) -> bool:
-    """Whether the active mesh shards the time of q and k, and nobody wants the probabilities."""
-    if context.taps.wants("attention_probs") or q.shape[1] != k.shape[1]:
+    """Whether a mesh is active, q and k are one sequence, and nobody wants the probabilities."""
+    if context.taps.wants("attention_probs") or q.shape[1] != k.shape[1] or not free_axes():
         return False
     spec = active_spec(q.shape, ("batch", "length", "act_heads", None))
-    return len(spec) > 0 and len(mesh_axes(spec[1])) == 1
+    return len(spec) > 0 and len(mesh_axes(spec[1])) <= 1
 
 
 def attend(
@@ -72,7 +78,7 @@ def attend(
     *,
     scale: float,
 ) -> Float[Array, "B T H E"]:
-    """Causal attention within the context's segments and window; first derivatives in reverse mode.
+    """Causal attention within the context's segments and window.
 
     Args:
       q, k, v: global arrays, rotated; T is the whole sequence.
@@ -86,12 +92,12 @@ def attend(
         query_spec, key_spec = (
             PartitionSpec(*spec[:2], None, None) for spec in (query_spec, key_spec)
         )
-    (axis,) = mesh_axes(query_spec[1])
+    axis = next(iter(mesh_axes(query_spec[1])), None)
     ring = _Ring(
         query_spec=query_spec,
         key_spec=key_spec,
         axis=axis,
-        size=jax.sharding.get_abstract_mesh().shape[axis],
+        size=1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis],
         scale=scale,
         softcap=context.config.attention_softcap,
     )
@@ -135,6 +141,25 @@ def _on_mesh(ring: _Ring, function: Any, in_specs: Any, out_specs: Any) -> Any:
 
 def _local_forward(ring: _Ring, q, k, v, segment_ids, window):
     """(out [B, T, H, E], log of the softmax's normaliser [B, H, T]) of this device's queries."""
+    parts = [
+        _forward_block(ring, block, q, k, v, segment_ids, window)
+        for block in _query_blocks(ring, q.shape[1])
+    ]
+    outs, normalizers = zip(*parts, strict=True)
+    return jnp.concatenate(outs, axis=1), jnp.concatenate(normalizers, axis=2)
+
+
+def _query_blocks(ring: _Ring, time: int) -> list[slice]:
+    """Blocks of queries, each of which sees the local keys before its end only."""
+    # In a ring the keys of other devices lie wholly before or after all queries.
+    count = 1 if ring.size > 1 else min(_QUERY_BLOCKS, -(-time // _TILE))
+    edges = [time * block // count for block in range(count + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+def _forward_block(ring: _Ring, block: slice, q, k, v, segment_ids, window):
+    k, v, key_ids = (x[:, : block.stop] for x in (k, v, segment_ids))
+    q, query_ids = q[:, block], segment_ids[:, block]
     grouped = _group(q, k.shape[2])
     shape = grouped.shape[:-1]
     softmax = (
@@ -153,16 +178,15 @@ def _local_forward(ring: _Ring, q, k, v, segment_ids, window):
         seen = _product("bkgts,bskd->bkgtd", weights.astype(v.dtype), v)
         return higher, total * shrink + weights.sum(axis=-1), out * shrink[..., None] + seen
 
-    def step(softmax: Any, passing: Any, owner: Array) -> tuple[Any, Any]:
+    def step(softmax: Any, passing: Any, owner: Array | int) -> tuple[Any, Any]:
         def see(softmax: Any) -> Any:
-            masks = _masks(ring, owner, segment_ids, passing[2], window)
+            masks = _masks(ring, owner, block, query_ids, passing[2], window)
             parts = (_tiles(passing[0]), _tiles(passing[1])), masks
             return jax.lax.scan(lambda s, tile: (see_tile(s, tile), None), softmax, parts)[0]
 
-        reachable = _reachable(ring, owner, q.shape[1], window)
-        return jax.lax.cond(reachable, see, lambda s: s, softmax), passing
+        return _where_reachable(ring, owner, q.shape[1], window, see, softmax), passing
 
-    softmax, _ = _around(ring, step, softmax, (k, v, segment_ids))
+    softmax, _ = _around(ring, step, softmax, (k, v, key_ids))
     highest, total, out = softmax
     total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     normalizer = (highest + jnp.log(total)).reshape(q.shape[0], q.shape[2], q.shape[1])
@@ -171,11 +195,29 @@ def _local_forward(ring: _Ring, q, k, v, segment_ids, window):
 
 def _local_backward(ring: _Ring, q, k, v, segment_ids, window, out, normalizer, gradient):
     """Gradients of this device's q, k and v; those of k and v come home with them."""
+    d_q, d_k, d_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for block in _query_blocks(ring, q.shape[1]):
+        part, more_k, more_v = _backward_block(
+            ring, block, q, k, v, segment_ids, window, out, normalizer, gradient
+        )
+        d_q.append(part)
+        seen = slice(None, block.stop)
+        d_k, d_v = d_k.at[:, seen].add(more_k), d_v.at[:, seen].add(more_v)
+    return jnp.concatenate(d_q, axis=1).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
+
+
+def _backward_block(
+    ring: _Ring, block: slice, q, k, v, segment_ids, window, out, normalizer, gradient
+):
     kv_heads = k.shape[2]
-    grouped, d_out = _group(q, kv_heads), _group(gradient, kv_heads)
-    normalizer = normalizer.reshape(grouped.shape[:-1])
+    k, v, key_ids = (x[:, : block.stop] for x in (k, v, segment_ids))
+    query_ids = segment_ids[:, block]
+    grouped, d_out = _group(q[:, block], kv_heads), _group(gradient[:, block], kv_heads)
+    normalizer = normalizer[:, :, block].reshape(grouped.shape[:-1])
     # sum_s p_s dp_s, the part of the softmax's gradient that all keys of a query share.
-    common = (d_out.astype(jnp.float32) * _group(out, kv_heads).astype(jnp.float32)).sum(axis=-1)
+    common = (d_out.astype(jnp.float32) * _group(out[:, block], kv_heads).astype(jnp.float32)).sum(
+        axis=-1
+    )
 
     def see_tile(d_q: Array, tile: Any) -> tuple[Array, Any]:
         (k, v), mask = tile
@@ -190,21 +232,21 @@ def _local_backward(ring: _Ring, q, k, v, segment_ids, window, out, normalizer, 
         d_k = _product("bkgts,bkgtd->bskd", d_logits, grouped)
         return d_q + _product("bkgts,bskd->bkgtd", d_logits, k), (d_k, d_v)
 
-    def step(d_q: Array, passing: Any, owner: Array) -> tuple[Array, Any]:
+    def step(d_q: Array, passing: Any, owner: Array | int) -> tuple[Array, Any]:
         k, v, ids, d_k, d_v = passing
 
-        def see(d_q: Array, d_k: Array, d_v: Array) -> tuple[Array, Array, Array]:
-            masks = _masks(ring, owner, segment_ids, ids, window)
+        def see(state: Any) -> Any:
+            d_q, d_k, d_v = state
+            masks = _masks(ring, owner, block, query_ids, ids, window)
             d_q, more = jax.lax.scan(see_tile, d_q, ((_tiles(k), _tiles(v)), masks))
             return d_q, d_k + _untile(more[0]), d_v + _untile(more[1])
 
-        reachable = _reachable(ring, owner, q.shape[1], window)
-        d_q, d_k, d_v = jax.lax.cond(reachable, see, lambda *same: same, d_q, d_k, d_v)
-        return d_q, (k, v, ids, d_k, d_v)
+        state = _where_reachable(ring, owner, grouped.shape[3], window, see, (d_q, d_k, d_v))
+        return state[0], (k, v, ids, *state[1:])
 
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (grouped, k, v)]
-    d_q, passing = _around(ring, step, zeros[0], (k, v, segment_ids, *zeros[1:]), home=True)
-    return _ungroup(d_q).astype(q.dtype), passing[3].astype(k.dtype), passing[4].astype(v.dtype)
+    d_q, passing = _around(ring, step, zeros[0], (k, v, key_ids, *zeros[1:]), home=True)
+    return _ungroup(d_q), passing[3], passing[4]
 
 
 def _around(ring: _Ring, step: Any, carry: Any, passing: Any, *, home: bool = False):
@@ -213,6 +255,8 @@ def _around(ring: _Ring, step: Any, carry: Any, passing: Any, *, home: bool = Fa
     Args:
       home: also hand on what passes after the last step, so that it ends where it started.
     """
+    if ring.size == 1:
+        return step(carry, passing, 0)
     here = jax.lax.axis_index(ring.axis)
     onward = [(i, (i + 1) % ring.size) for i in range(ring.size)]
 
@@ -228,17 +272,29 @@ def _around(ring: _Ring, step: Any, carry: Any, passing: Any, *, home: bool = Fa
     return carry, hand_on(passing) if home else passing
 
 
-def _reachable(ring: _Ring, owner: Array, time: int, window: Array) -> Array:
-    """Whether any query of this device can see any key of the owner's."""
+def _where_reachable(
+    ring: _Ring, owner: Array | int, time: int, window: Array, see: Any, state: Any
+) -> Any:
+    """see(state) where any query of this device can see any key of the owner's."""
+    if ring.size == 1:
+        return see(state)
     here = jax.lax.axis_index(ring.axis)
     nearest = (here - owner - 1) * time + 1  # From our first query to its last key.
-    return (owner <= here) & (nearest < window)
+    return jax.lax.cond((owner <= here) & (nearest < window), see, lambda same: same, state)
 
 
-def _masks(ring: _Ring, owner: Array, query_ids: Array, key_ids: Array, window: Array) -> Array:
+def _masks(
+    ring: _Ring,
+    owner: Array | int,
+    block: slice,
+    query_ids: Array,
+    key_ids: Array,
+    window: Array,
+) -> Array:
     """What is visible, a tile of keys at a time: [tiles, B, 1, 1, T, keys]."""
-    time = query_ids.shape[1]
-    queries = jax.lax.axis_index(ring.axis) * time + jnp.arange(time)
+    time = key_ids.shape[1]
+    here = 0 if ring.size == 1 else jax.lax.axis_index(ring.axis)
+    queries = here * time + jnp.arange(block.start, block.stop)
     keys = _tiles((owner * time + jnp.arange(time))[None])  # [tiles, 1, keys]
     distance = queries[None, None, :, None] - keys[:, :, None, :]
     same = query_ids[None, :, :, None] == _tiles(key_ids)[:, :, None, :]
