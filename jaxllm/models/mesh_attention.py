@@ -10,7 +10,8 @@ more, with their gradients travelling beside them. No device ever holds more tha
 and values. Shards are contiguous pieces of the sequence, and steps in which nothing is visible are
 skipped. So the last shard works most under a causal mask: it sets the time, up to twice the mean.
 (An order of tokens that balances the shards would have to be made by the data pipeline.) Where it
-is not, queries go in blocks, each over the keys before its end.
+is not, queries are cut into blocks as well, and the pairs of a block and a tile in which nothing is
+visible are left out.
 
 Letters: B batch, T local time, S local keys, H query heads, K key heads, G = H / K, D, E head
 widths.
@@ -20,22 +21,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxllm.models.context import Context
 from jaxllm.models.placement import active_spec, free_axes, mesh_axes
 
 _UNBOUNDED = 2**30
 _MASKED = -1e30  # Finite: a row that has seen nothing yet must not become NaN.
-_TILE = 512  # Keys whose logits are held at once.
-# n blocks of queries leave (n + 1) / 2n of the work on a sequence that is not sharded.
-_QUERY_BLOCKS = 8
+_TILE = 512  # Queries and keys whose logits are held at once.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +47,7 @@ class _Ring:
     size: int
     scale: float
     softcap: float | None
+    reach: int
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:
@@ -93,6 +93,7 @@ def attend(
             PartitionSpec(*spec[:2], None, None) for spec in (query_spec, key_spec)
         )
     axis = next(iter(mesh_axes(query_spec[1])), None)
+    window = _UNBOUNDED if context.window is None else context.window
     ring = _Ring(
         query_spec=query_spec,
         key_spec=key_spec,
@@ -100,11 +101,11 @@ def attend(
         size=1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis],
         scale=scale,
         softcap=context.config.attention_softcap,
+        reach=window if isinstance(window, int) else _UNBOUNDED,
     )
     segment_ids = context.shared.segment_ids
     if segment_ids is None:
         segment_ids = jnp.ones(q.shape[:2], jnp.int32)
-    window = _UNBOUNDED if context.window is None else context.window
     return _attend(ring, q, k, v, segment_ids, jnp.asarray(window, jnp.int32))
 
 
@@ -141,112 +142,102 @@ def _on_mesh(ring: _Ring, function: Any, in_specs: Any, out_specs: Any) -> Any:
 
 def _local_forward(ring: _Ring, q, k, v, segment_ids, window):
     """(out [B, T, H, E], log of the softmax's normaliser [B, H, T]) of this device's queries."""
-    parts = [
-        _forward_block(ring, block, q, k, v, segment_ids, window)
-        for block in _query_blocks(ring, q.shape[1])
-    ]
-    outs, normalizers = zip(*parts, strict=True)
-    return jnp.concatenate(outs, axis=1), jnp.concatenate(normalizers, axis=2)
-
-
-def _query_blocks(ring: _Ring, time: int) -> list[slice]:
-    """Blocks of queries, each of which sees the local keys before its end only."""
-    # In a ring the keys of other devices lie wholly before or after all queries.
-    count = 1 if ring.size > 1 else min(_QUERY_BLOCKS, -(-time // _TILE))
-    edges = [time * block // count for block in range(count + 1)]
-    return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
-
-
-def _forward_block(ring: _Ring, block: slice, q, k, v, segment_ids, window):
-    k, v, key_ids = (x[:, : block.stop] for x in (k, v, segment_ids))
-    q, query_ids = q[:, block], segment_ids[:, block]
-    grouped = _group(q, k.shape[2])
-    shape = grouped.shape[:-1]
+    batch, time, heads, _ = q.shape
+    grid = _Grid.of(ring, time)
+    blocks = _group(grid.split(q, grid.rows), k.shape[2])
+    query_ids = grid.split(segment_ids, grid.rows)
+    shape = blocks.shape[:-1]
     softmax = (
         jnp.full(shape, _MASKED, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, v.shape[-1]), jnp.float32),
     )
 
-    def see_tile(softmax: Any, tile: Any) -> Any:
-        highest, total, out = softmax
-        (k, v), mask = tile
-        logits = jnp.where(mask, _logits(ring, grouped, k), _MASKED)
-        higher = jnp.maximum(highest, logits.max(axis=-1))
-        weights = jnp.where(mask, jnp.exp(logits - higher[..., None]), 0)
-        shrink = jnp.exp(highest - higher)
-        seen = _product("bkgts,bskd->bkgtd", weights.astype(v.dtype), v)
-        return higher, total * shrink + weights.sum(axis=-1), out * shrink[..., None] + seen
-
     def step(softmax: Any, passing: Any, owner: Array | int) -> tuple[Any, Any]:
+        def see_tile(softmax: Any, place: Any) -> tuple[Any, None]:
+            row, column = place
+            (highest, total, out), block, ids = _take((softmax, blocks, query_ids), row)
+            k, v, key_ids = _take(passing, column)
+            mask = _mask(ring, grid, owner, place, ids, key_ids, window)
+            logits = jnp.where(mask, _logits(ring, block, k), _MASKED)
+            higher = jnp.maximum(highest, logits.max(axis=-1))
+            weights = jnp.where(mask, jnp.exp(logits - higher[..., None]), 0)
+            shrink = jnp.exp(highest - higher)
+            seen = _product("bkgts,bskd->bkgtd", weights.astype(v.dtype), v)
+            total = total * shrink + weights.sum(axis=-1)
+            return _put(softmax, (higher, total, out * shrink[..., None] + seen), row), None
+
         def see(softmax: Any) -> Any:
-            masks = _masks(ring, owner, block, query_ids, passing[2], window)
-            parts = (_tiles(passing[0]), _tiles(passing[1])), masks
-            return jax.lax.scan(lambda s, tile: (see_tile(s, tile), None), softmax, parts)[0]
+            return jax.lax.scan(see_tile, softmax, grid.places(ring))[0]
 
-        return _where_reachable(ring, owner, q.shape[1], window, see, softmax), passing
+        return _where_reachable(ring, owner, time, window, see, softmax), passing
 
-    softmax, _ = _around(ring, step, softmax, (k, v, key_ids))
-    highest, total, out = softmax
+    passing = tuple(grid.split(x, grid.columns) for x in (k, v, segment_ids))
+    (highest, total, out), _ = _around(ring, step, softmax, passing)
     total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    normalizer = (highest + jnp.log(total)).reshape(q.shape[0], q.shape[2], q.shape[1])
-    return _ungroup(out / total[..., None]).astype(v.dtype), normalizer
+    out = grid.join(_ungroup(out / total[..., None])).astype(v.dtype)
+    normalizer = jnp.moveaxis(
+        (highest + jnp.log(total)).reshape(len(blocks), batch, heads, -1), 0, 2
+    )
+    return out, normalizer.reshape(batch, heads, -1)[..., :time]
 
 
 def _local_backward(ring: _Ring, q, k, v, segment_ids, window, out, normalizer, gradient):
     """Gradients of this device's q, k and v; those of k and v come home with them."""
-    d_q, d_k, d_v = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for block in _query_blocks(ring, q.shape[1]):
-        part, more_k, more_v = _backward_block(
-            ring, block, q, k, v, segment_ids, window, out, normalizer, gradient
-        )
-        d_q.append(part)
-        seen = slice(None, block.stop)
-        d_k, d_v = d_k.at[:, seen].add(more_k), d_v.at[:, seen].add(more_v)
-    return jnp.concatenate(d_q, axis=1).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
+    kv_heads, time = k.shape[2], q.shape[1]
+    grid = _Grid.of(ring, time)
 
+    def blocks_of(x: Array) -> Array:
+        return _group(grid.split(x, grid.rows), kv_heads)
 
-def _backward_block(
-    ring: _Ring, block: slice, q, k, v, segment_ids, window, out, normalizer, gradient
-):
-    kv_heads = k.shape[2]
-    k, v, key_ids = (x[:, : block.stop] for x in (k, v, segment_ids))
-    query_ids = segment_ids[:, block]
-    grouped, d_out = _group(q[:, block], kv_heads), _group(gradient[:, block], kv_heads)
-    normalizer = normalizer[:, :, block].reshape(grouped.shape[:-1])
     # sum_s p_s dp_s, the part of the softmax's gradient that all keys of a query share.
-    common = (d_out.astype(jnp.float32) * _group(out[:, block], kv_heads).astype(jnp.float32)).sum(
-        axis=-1
+    common = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+    per_query = jnp.moveaxis(normalizer, 1, 2)[..., None]
+    blocks = (
+        blocks_of(q),
+        blocks_of(gradient),
+        blocks_of(per_query)[..., 0],
+        blocks_of(common)[..., 0],
+        grid.split(segment_ids, grid.rows),
     )
-
-    def see_tile(d_q: Array, tile: Any) -> tuple[Array, Any]:
-        (k, v), mask = tile
-        logits = _logits(ring, grouped, k)
-        weights = jnp.where(mask, jnp.exp(logits - normalizer[..., None]), 0)
-        d_weights = _product("bkgtd,bskd->bkgts", d_out, v)
-        d_logits = weights * (d_weights - common[..., None])
-        if ring.softcap is not None:
-            d_logits = d_logits * (1 - jnp.square(logits / ring.softcap))
-        d_logits = (d_logits * ring.scale).astype(q.dtype)
-        d_v = _product("bkgts,bkgtd->bskd", weights.astype(v.dtype), d_out)
-        d_k = _product("bkgts,bkgtd->bskd", d_logits, grouped)
-        return d_q + _product("bkgts,bskd->bkgtd", d_logits, k), (d_k, d_v)
 
     def step(d_q: Array, passing: Any, owner: Array | int) -> tuple[Array, Any]:
         k, v, ids, d_k, d_v = passing
 
-        def see(state: Any) -> Any:
-            d_q, d_k, d_v = state
-            masks = _masks(ring, owner, block, query_ids, ids, window)
-            d_q, more = jax.lax.scan(see_tile, d_q, ((_tiles(k), _tiles(v)), masks))
-            return d_q, d_k + _untile(more[0]), d_v + _untile(more[1])
+        def see_tile(gradients: Any, place: Any) -> tuple[Any, None]:
+            row, column = place
+            block, d_out, normalizer, common, query_ids = _take(blocks, row)
+            key, value, key_ids = _take((k, v, ids), column)
+            mask = _mask(ring, grid, owner, place, query_ids, key_ids, window)
+            logits = _logits(ring, block, key)
+            weights = jnp.where(mask, jnp.exp(logits - normalizer[..., None]), 0)
+            d_weights = _product("bkgtd,bskd->bkgts", d_out, value)
+            d_logits = weights * (d_weights - common[..., None])
+            if ring.softcap is not None:
+                d_logits = d_logits * (1 - jnp.square(logits / ring.softcap))
+            d_logits = (d_logits * ring.scale).astype(q.dtype)
+            more = (
+                _product("bkgts,bskd->bkgtd", d_logits, key),
+                _product("bkgts,bkgtd->bskd", d_logits, block),
+                _product("bkgts,bkgtd->bskd", weights.astype(v.dtype), d_out),
+            )
+            sums = (
+                _put(total, _take(total, index) + part, index)
+                for total, part, index in zip(gradients, more, (row, column, column), strict=True)
+            )
+            return tuple(sums), None
 
-        state = _where_reachable(ring, owner, grouped.shape[3], window, see, (d_q, d_k, d_v))
-        return state[0], (k, v, ids, *state[1:])
+        def see(gradients: Any) -> Any:
+            return jax.lax.scan(see_tile, gradients, grid.places(ring))[0]
 
-    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (grouped, k, v)]
-    d_q, passing = _around(ring, step, zeros[0], (k, v, key_ids, *zeros[1:]), home=True)
-    return _ungroup(d_q), passing[3], passing[4]
+        d_q, d_k, d_v = _where_reachable(ring, owner, time, window, see, (d_q, d_k, d_v))
+        return d_q, (k, v, ids, d_k, d_v)
+
+    tiles = tuple(grid.split(x, grid.columns) for x in (k, v, segment_ids))
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (blocks[0], *tiles[:2])]
+    d_q, passing = _around(ring, step, zeros[0], (*tiles, *zeros[1:]), home=True)
+    d_k, d_v = (grid.join(x).astype(k.dtype) for x in passing[3:])
+    return grid.join(_ungroup(d_q)).astype(q.dtype), d_k, d_v
 
 
 def _around(ring: _Ring, step: Any, carry: Any, passing: Any, *, home: bool = False):
@@ -283,22 +274,23 @@ def _where_reachable(
     return jax.lax.cond((owner <= here) & (nearest < window), see, lambda same: same, state)
 
 
-def _masks(
+def _mask(
     ring: _Ring,
+    grid: _Grid,
     owner: Array | int,
-    block: slice,
-    query_ids: Array,
-    key_ids: Array,
+    place: tuple[Array, Array],
+    query_ids: Int[Array, "B rows"],
+    key_ids: Int[Array, "B columns"],
     window: Array,
 ) -> Array:
-    """What is visible, a tile of keys at a time: [tiles, B, 1, 1, T, keys]."""
-    time = key_ids.shape[1]
+    """What is visible between a block of queries and a tile of keys: [B, 1, 1, rows, columns]."""
     here = 0 if ring.size == 1 else jax.lax.axis_index(ring.axis)
-    queries = here * time + jnp.arange(block.start, block.stop)
-    keys = _tiles((owner * time + jnp.arange(time))[None])  # [tiles, 1, keys]
-    distance = queries[None, None, :, None] - keys[:, :, None, :]
-    same = query_ids[None, :, :, None] == _tiles(key_ids)[:, :, None, :]
-    return ((distance >= 0) & (distance < window) & same)[:, :, None, None]
+    row, column = place
+    local = column * grid.columns + jnp.arange(grid.columns)
+    queries = here * grid.time + row * grid.rows + jnp.arange(grid.rows)
+    distance = queries[:, None] - (owner * grid.time + local)
+    near = (distance >= 0) & (distance < window) & (local < grid.time)
+    return (near & (query_ids[:, :, None] == key_ids[:, None, :]))[:, None, None]
 
 
 def _logits(ring: _Ring, q: Array, k: Array) -> Float[Array, "B K G T S"]:
@@ -310,23 +302,67 @@ def _product(subscripts: str, a: Array, b: Array) -> Array:
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
-def _tiles(x: Float[Array, "B S ..."]) -> Float[Array, "tiles B keys ..."]:
-    """Cuts time into the fewest equal tiles of at most `_TILE` keys."""
-    time = x.shape[1]
-    count = next(n for n in range(-(-time // _TILE), time + 1) if time % n == 0)
-    return jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0)
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """How local time is cut: blocks of so many rows of queries, tiles of so many columns of keys.
+
+    The last of each are filled up.
+    """
+
+    time: int
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, ring: _Ring, time: int) -> _Grid:
+        """Equal tiles; queries in one block where the keys of other devices pass by.
+
+        Those lie wholly before or after them all.
+        """
+        size = -(-time // -(-time // _TILE))
+        return cls(time, size if ring.size == 1 else time, size)
+
+    def places(self, ring: _Ring) -> tuple[np.ndarray, np.ndarray]:
+        """(block, tile) of all pairs that may see each other, one after the other."""
+        blocks, tiles = (-(-self.time // size) for size in (self.rows, self.columns))
+        row, column = np.divmod(np.arange(blocks * tiles, dtype=np.int32), tiles)
+        if ring.size == 1:
+            last_query, first_key = (row + 1) * self.rows - 1, column * self.columns
+            nearest = row * self.rows - (first_key + self.columns - 1)
+            seen = (first_key <= last_query) & (nearest < ring.reach)
+            row, column = row[seen], column[seen]
+        return row, column
+
+    def split(self, x: Float[Array, "B T ..."], size: int) -> Float[Array, "parts B size ..."]:
+        """Parts of time, the last one filled up with zeros."""
+        parts = -(-self.time // size)
+        widths = [(0, 0), (0, parts * size - self.time)] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, widths).reshape(x.shape[0], parts, size, *x.shape[2:])
+        return jnp.moveaxis(x, 1, 0)
+
+    def join(self, x: Float[Array, "parts B size ..."]) -> Float[Array, "B T ..."]:
+        """Undoes `split`."""
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.time]
 
 
-def _untile(x: Float[Array, "tiles B keys ..."]) -> Float[Array, "B S ..."]:
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
+def _take(tree: Any, index: Array) -> Any:
+    take = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+    return jax.tree.map(take, tree)
 
 
-def _group(x: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K G T D"]:
+def _put(tree: Any, part: Any, index: Array) -> Any:
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+    return jax.tree.map(put, tree, part)
+
+
+def _group(q: Float[Array, "n B T H D"], kv_heads: int) -> Float[Array, "n B K G T D"]:
     """Query heads under their key heads, heads before time."""
-    batch, time, _, width = x.shape
-    return x.reshape(batch, time, kv_heads, -1, width).transpose(0, 2, 3, 1, 4)
+    *lead, time, heads, width = q.shape
+    q = q.reshape(*lead, time, kv_heads, heads // kv_heads, width)
+    return jnp.moveaxis(q, -4, -2)
 
 
-def _ungroup(x: Float[Array, "B K G T D"]) -> Float[Array, "B T H D"]:
-    return x.transpose(0, 3, 1, 2, 4).reshape(x.shape[0], x.shape[3], -1, x.shape[4])
+def _ungroup(x: Float[Array, "n B K G T D"]) -> Float[Array, "n B T H D"]:
+    x = jnp.moveaxis(x, -2, -4)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
