@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.inference import prompts as prompts_lib
 from jaxllm.inference.prefill import decode_step, longrope_set, prefill, take_rows
 from jaxllm.models.config import ModelConfig
+from jaxllm.models.kv_cache import CachePolicy, DensePolicy
 
 _NEVER = -1e9  # Score of a beam that does not exist.
 
@@ -69,6 +70,8 @@ def beam_search(
     max_new_tokens: int,
     beams: BeamConfig | None = None,
     stop_tokens: Sequence[int] | None = None,
+    cache_policy: CachePolicy | None = None,
+    prefill_chunk: int | None = None,
 ) -> list[list[Beam]]:
     """The best continuations of each prompt, best first.
 
@@ -78,6 +81,7 @@ def beam_search(
       max_new_tokens: N.
       beams: None = four beams, scores divided by length.
       stop_tokens: end a beam; None = the config's end-of-sequence tokens.
+      cache_policy, prefill_chunk: as for `generate.sample`.
 
     Returns:
       For every prompt up to M beams.
@@ -94,6 +98,8 @@ def beam_search(
     if not prompts or max_new_tokens == 0:
         return [[Beam([], 0.0)] for _ in prompts]
     stops = tuple(config.eos_token_ids if stop_tokens is None else stop_tokens)
+    cache_policy = DensePolicy() if cache_policy is None else cache_policy
+    params = cache_policy.split(config, params)
     padded = prompts_lib.pad_prompts(prompts)
     finished = _search(
         config,
@@ -102,6 +108,8 @@ def beam_search(
         padded.lengths,
         jnp.int32(max_new_tokens),
         jnp.float32(beams.length_penalty),
+        cache_policy,
+        prefill_chunk=prefill_chunk,
         num_beams=beams.num_beams,
         early_stopping=beams.early_stopping,
         capacity=prompts_lib.bucket(max_new_tokens, prompts_lib.SMALLEST),
@@ -144,7 +152,14 @@ class _Running(NamedTuple):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "num_beams", "early_stopping", "capacity", "stop_tokens"),
+    static_argnames=(
+        "config",
+        "prefill_chunk",
+        "num_beams",
+        "early_stopping",
+        "capacity",
+        "stop_tokens",
+    ),
 )
 def _search(
     config: ModelConfig,
@@ -153,7 +168,9 @@ def _search(
     lengths: Int[Array, " B"],
     limit: Int[Array, ""],
     length_penalty: Float[Array, ""],
+    cache_policy: CachePolicy,
     *,
+    prefill_chunk: int | None,
     num_beams: int,
     early_stopping: bool | str,
     capacity: int,
@@ -162,7 +179,14 @@ def _search(
     batch, padded = tokens.shape
     rope_set = longrope_set(config, lengths + limit)
     logits, cache = prefill(
-        config, params, tokens, lengths, num_slots=padded + capacity, rope_set=rope_set
+        config,
+        params,
+        tokens,
+        lengths,
+        num_slots=padded + capacity,
+        rope_set=rope_set,
+        cache_policy=cache_policy,
+        chunk=prefill_chunk,
     )
     rows = jnp.repeat(jnp.arange(batch), num_beams)
     rope_rows = None if rope_set is None else rope_set[rows]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -20,16 +20,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxllm.inference import prompts as prompts_lib
 from jaxllm.inference.prefill import decode_step, longrope_set, prefill, take_rows
 from jaxllm.inference.sampling import SamplingConfig, choose, process_logits
+from jaxllm.inference.stopping import Decodes, check_stop_strings, cut_text, find_stop
 from jaxllm.models.config import ModelConfig
+from jaxllm.models.host import to_host
+from jaxllm.models.kv_cache import CachePolicy, DensePolicy
 
 CHECK_EVERY = 16  # Decoding steps between looks at stop strings and calls of `on_tokens`.
-
-
-class Decodes(Protocol):
-    """What stop strings need of a tokenizer."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +54,8 @@ def generate(
     temperature: float = 0.0,
     key: PRNGKeyArray | None = None,
     stop_tokens: Sequence[int] | None = None,
+    cache_policy: CachePolicy | None = None,
+    prefill_chunk: int | None = None,
 ) -> list[list[int]]:
     """The new tokens of every prompt: `sample` without its options.
 
@@ -68,6 +66,7 @@ def generate(
       temperature: 0 = the most likely token; otherwise logits / temperature are sampled.
       key: for sampling; required when temperature > 0.
       stop_tokens: end a row (not returned); None = the config's end-of-sequence tokens.
+      cache_policy, prefill_chunk: as for `sample`.
 
     Raises:
       ValueError: as `sample`.
@@ -80,6 +79,8 @@ def generate(
         sampling=SamplingConfig(temperature=temperature),
         key=key,
         stop_tokens=stop_tokens,
+        cache_policy=cache_policy,
+        prefill_chunk=prefill_chunk,
     )
     return [of_prompt[0].tokens for of_prompt in completions]
 
@@ -98,6 +99,8 @@ def sample(
     tokenizer: Decodes | None = None,
     row_ids: Sequence[int] | None = None,
     on_tokens: Callable[[int, int, list[int]], None] | None = None,
+    cache_policy: CachePolicy | None = None,
+    prefill_chunk: int | None = None,
 ) -> list[list[Completion]]:
     """Continues prompts of any lengths.
 
@@ -119,6 +122,9 @@ def sample(
       row_ids: what the randomness of each prompt is derived from; None = 0, 1, 2, ...
       on_tokens: called as on_tokens(prompt, sample, new tokens) every few steps, before the end of
         a stop string has been cut off.
+      cache_policy: which caches keep keys and values; None = dense ones. Where they differ by layer
+        the parameters are cut (`CachePolicy.split`) at each call, if that has not been done before.
+      prefill_chunk: tokens of the prompts run at once (see `prefill`); None = all.
 
     Returns:
       For every prompt its n completions.
@@ -131,10 +137,7 @@ def sample(
     prompts_lib.check_prompts(config, prompts, max_new_tokens)
     if sampling.temperature > 0 and key is None:
         raise ValueError("sampling with temperature > 0 needs a key (jax.random.key(seed)).")
-    if stop_strings and tokenizer is None:
-        raise ValueError("stop_strings need a tokenizer.")
-    if "" in stop_strings:
-        raise ValueError("a stop string must not be empty.")
+    check_stop_strings(stop_strings, tokenizer)
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} must be at least 1.")
     row_ids = range(len(prompts)) if row_ids is None else row_ids
@@ -144,6 +147,8 @@ def sample(
     if not prompts or max_new_tokens == 0:
         return [[Completion([], [], "length", text)] * num_samples for _ in prompts]
     stops = tuple(config.eos_token_ids if stop_tokens is None else stop_tokens)
+    cache_policy = DensePolicy() if cache_policy is None else cache_policy
+    params = cache_policy.split(config, params)
     padded = prompts_lib.pad_prompts(prompts)
     ids = np.zeros(len(padded.lengths), np.uint32)
     ids[: padded.rows] = row_ids
@@ -157,7 +162,9 @@ def sample(
         jnp.int32(max_new_tokens),
         jax.random.key(0) if key is None else key,
         sampling.values(),
+        cache_policy,
         num_samples=num_samples,
+        prefill_chunk=prefill_chunk,
         capacity=prompts_lib.bucket(max_new_tokens, prompts_lib.SMALLEST),
         stop_tokens=stops,
     )
@@ -216,7 +223,10 @@ def _append(state: _State, logits, values, stop_tokens) -> _State:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "num_samples", "capacity", "stop_tokens"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "num_samples", "prefill_chunk", "capacity", "stop_tokens"),
+)
 def _start(
     config: ModelConfig,
     params: Any,
@@ -227,8 +237,10 @@ def _start(
     max_new_tokens: Int[Array, ""],
     key: PRNGKeyArray,
     values: dict[str, Array],
+    cache_policy: CachePolicy,
     *,
     num_samples: int,
+    prefill_chunk: int | None,
     capacity: int,
     stop_tokens: tuple[int, ...],
 ) -> _State:
@@ -236,7 +248,14 @@ def _start(
     batch, padded = tokens.shape
     rope_set = longrope_set(config, lengths + max_new_tokens)
     logits, cache = prefill(
-        config, params, tokens, lengths, num_slots=padded + capacity, rope_set=rope_set
+        config,
+        params,
+        tokens,
+        lengths,
+        num_slots=padded + capacity,
+        rope_set=rope_set,
+        cache_policy=cache_policy,
+        chunk=prefill_chunk,
     )
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, row_ids)
     keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(
@@ -305,13 +324,13 @@ class _Watch:
 
     def update(self, state: _State) -> np.ndarray:
         """Reports new tokens and looks for stop strings; returns which rows are done now."""
-        done = np.array(state.done)
-        new = np.asarray(state.new[: self._rows, : int(state.step)]).tolist()
+        done = np.array(to_host(state.done))
+        new = to_host(state.new[: self._rows, : int(state.step)]).tolist()
         for row, tokens in enumerate(new):
             if self._stopped_at[row] is not None:
                 continue
             tokens = prompts_lib.until_stop(tokens, self._stop_tokens)
-            end = self._find_stop(tokens)
+            end = find_stop(tokens, self._stop_strings, self._tokenizer)
             if end is not None:
                 self._stopped_at[row], tokens = end, tokens[:end]
                 done[row] = True
@@ -321,25 +340,11 @@ class _Watch:
                 self._reported[row] = len(tokens)
         return done
 
-    def _find_stop(self, tokens: list[int]) -> int | None:
-        """Number of tokens after which the text first holds a stop string."""
-        if not self._stop_strings or not self._holds_stop(tokens):
-            return None
-        low, high = 0, len(tokens)  # The text of `high` tokens holds one, that of `low` does not.
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._holds_stop(tokens[:middle]) else (middle, high)
-        return high
-
-    def _holds_stop(self, tokens: list[int]) -> bool:
-        text = self._tokenizer.decode(tokens)
-        return any(stop in text for stop in self._stop_strings)
-
     def completions(self, state: _State, max_new_tokens: int) -> list[list[Completion]]:
         """The results of all real rows."""
         limit = min(int(state.step), max_new_tokens)
-        new = np.asarray(state.new[: self._rows, :limit]).tolist()
-        log_probs = np.asarray(state.log_probs[: self._rows, :limit]).tolist()
+        new = to_host(state.new[: self._rows, :limit]).tolist()
+        log_probs = to_host(state.log_probs[: self._rows, :limit]).tolist()
         found = [self._completion(row, new[row], log_probs[row]) for row in range(self._rows)]
         size = self._num_samples
         return [found[start : start + size] for start in range(0, self._rows, size)]
@@ -351,7 +356,5 @@ class _Watch:
             tokens, stopped = tokens[: self._stopped_at[row]], True
         text = None
         if self._tokenizer is not None:
-            text = self._tokenizer.decode(tokens)
-            ends = [text.index(stop) for stop in self._stop_strings if stop in text]
-            text = text[: min(ends)] if ends else text
+            text = cut_text(self._tokenizer.decode(tokens), self._stop_strings)
         return Completion(tokens, log_probs[: len(tokens)], "stop" if stopped else "length", text)

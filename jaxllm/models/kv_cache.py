@@ -111,8 +111,7 @@ class CachePolicy:
                     "caches of different kinds: pass params through policy.split(config, params)."
                 )
             layer = self.init_layer(config, start, batch_size, num_slots)
-            stacked = lambda leaf, n=stop - start: jnp.broadcast_to(leaf, (n, *leaf.shape))  # noqa: E731
-            caches.append(jax.tree.map(stacked, layer))
+            caches.append(_repeat(layer, stop - start))
             start = stop
         return constrain(tuple(caches))
 
@@ -121,6 +120,10 @@ class CachePolicy:
         empty = jax.eval_shape(lambda: self.init_layer(config, layer, 1, num_slots))
         leaves, structure = jax.tree.flatten(empty)
         return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _repeat(layer: KVCache, count: int) -> KVCache:
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), layer)
 
 
 def compact(caches: tuple[KVCache, ...]) -> tuple[KVCache, ...]:
@@ -140,16 +143,19 @@ def put_rows(
 
     A row number outside of the batch drops that row of `other`.
     """
-    put = lambda leaf, new: leaf.at[:, rows].set(new.astype(leaf.dtype), mode="drop")  # noqa: E731
+
+    def put(leaf: Array, new: Array) -> Array:
+        return leaf.at[:, rows].set(new.astype(leaf.dtype), mode="drop")
+
     return constrain(jax.tree.map(put, caches, other))
 
 
 def constrain(caches: tuple[KVCache, ...]) -> tuple[KVCache, ...]:
-    """Lays stacked caches over the active mesh: rows over batch axes, key heads over tensor axes."""
+    """Lays stacked caches over the active mesh by its rules for rows and key heads."""
 
     def place(leaf: Array) -> Array:
-        names = (None, "batch", "act_kv_heads") if leaf.ndim > 3 else (None, "batch")
-        names += (None,) * (leaf.ndim - len(names))
+        heads = "act_kv_heads" if leaf.ndim > 3 else None
+        names = (None, "batch", heads, *(None,) * leaf.ndim)[: leaf.ndim]
         return jax.lax.with_sharding_constraint(leaf, active_spec(leaf.shape, names))
 
     return caches if on_one_device() else jax.tree.map(place, caches)

@@ -8,7 +8,7 @@ mixtures fall out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -79,6 +79,31 @@ def unroll(params: dict[str, Any]) -> dict[str, Any]:
     """The same parameters with every layer a segment of its own, so that nothing is scanned."""
     layers = unstack(params["layers"])
     return {**params, "layers": tuple(stack([layer]) for layer in layers)}
+
+
+def cut(params: Mapping[str, Any], kinds: Sequence[Any]) -> dict[str, Any]:
+    """The same parameters with segments cut wherever consecutive layers are of different kinds."""
+    segments: list[Any] = []
+    start = 0
+    for segment in params["layers"]:
+        length = segment_length(segment)
+        inside = range(start + 1, start + length)
+        edges = [0, *(i - start for i in inside if kinds[i] != kinds[i - 1]), length]
+        whole = len(edges) == 2
+        segments += (
+            [segment] if whole else [_slice(segment, *piece) for piece in itertools.pairwise(edges)]
+        )
+        start += length
+    return {**params, "layers": tuple(segments)}
+
+
+def _slice(segment: Any, start: int, stop: int) -> Any:
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), leaf.dtype)
+        return leaf[start:stop]
+
+    return jax.tree.map(take, segment)
 
 
 def map_layers(function: Callable[[int, Any], Any], params: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm.models.decoder import block, embed, forward, unembed
 from jaxllm.models.inputs import ModelInputs
-from jaxllm.models.kv_cache import init_dense_cache
+from jaxllm.models.kv_cache import DensePolicy
 from jaxllm.models.linen import Decoder
 from jaxllm.models.segments import unroll, unstack
 
@@ -83,7 +83,7 @@ def test_dense_cache_equals_recomputing(model, tokens, run):
             config, params, tokens, ModelInputs(positions=positions), cache=cache
         )
     )
-    cache = init_dense_cache(config, params, 2, 16)
+    cache = DensePolicy().init(config, params, 2, 16)
     for start, stop in ((0, 5), (5, 8), (8, 9), (9, 10)):  # prefill in chunks, then decode
         positions = jnp.broadcast_to(jnp.arange(start, stop), (2, stop - start))
         outputs = step(params, tokens[:, start:stop], positions, cache)

@@ -1,0 +1,1 @@
+"""Caches that keep fewer keys and values."""

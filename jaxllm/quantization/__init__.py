@@ -1,0 +1,1 @@
+"""Fewer bits for weights, activations, keys and values."""
