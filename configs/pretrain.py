@@ -13,6 +13,7 @@ import ml_collections
 from ml_collections import config_dict
 
 EXPERIMENT = "experiments.pretrain"
+MULTI_PROCESS = True
 VARIANTS = {
     "tiny": "3 M Llama, 4k BPE, on the sources of Python itself; about 3 minutes on 2 CPU cores",
     "text": "the same network on your text or JSONL: --config.data.path=FILE",
@@ -83,6 +84,8 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
     config.train.final_eval_batches = 32
     config.train.checkpoint_every = 60
     config.train.keep_checkpoints = 2
+    # Steps in a row with a loss or gradient that is not finite, which are left out; one more stops.
+    config.train.skip_nonfinite = 0
 
     # Devices along each mesh axis; -1 takes what is left.
     config.mesh = ml_collections.ConfigDict()

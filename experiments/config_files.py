@@ -8,6 +8,7 @@ A config file is a plain Python file with
 - `PAPER` (optional): the paper that it reproduces,
 - `ONE_SHOT` (optional): True where a run has nothing to continue, so that each start may bring
   another config into the same workdir,
+- `MULTI_PROCESS` (optional): True where several processes can share a run,
 - `get_config(variant) -> ml_collections.ConfigDict`.
 
 All but the function are literals, so that a table of all experiments needs no import.
@@ -43,6 +44,7 @@ class ConfigFile:
     experiment: str
     variants: dict[str, str]
     one_shot: bool
+    multi_process: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +91,11 @@ def describe(path: pathlib.Path) -> ConfigFile:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except (SyntaxError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid Python: {error}") from error
-    constants: dict[str, Any] = {"PAPER": "", "ONE_SHOT": False}
+    constants: dict[str, Any] = {"PAPER": "", "ONE_SHOT": False, "MULTI_PROCESS": False}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
-            if name in ("EXPERIMENT", "VARIANTS", "PAPER", "ONE_SHOT"):
+            if name in ("EXPERIMENT", "VARIANTS", *constants):
                 try:
                     constants[name] = ast.literal_eval(node.value)
                 except ValueError as error:
@@ -110,6 +112,7 @@ def describe(path: pathlib.Path) -> ConfigFile:
         constants["EXPERIMENT"],
         constants["VARIANTS"],
         constants["ONE_SHOT"],
+        constants["MULTI_PROCESS"],
     )
 
 

@@ -4,11 +4,17 @@
     python -m experiments.launch --config configs/pretrain.py
     python -m experiments.launch --config pretrain:tiny --config.train.steps=50 --workdir runs/short
     python -m experiments.launch --config pretrain:llama3_8b --topology=v5p:4x4x4
+    python -m experiments.launch --config pretrain:llama3_8b --distributed
 
 Writes `config.json` into the workdir, then calls `run(config, workdir)` of the experiment and
 stores what it returns in `results.json`. The same command again continues an interrupted run. With
 `--topology` nothing runs: the steps are compiled for that slice, and the table of memory,
 operations and collectives is printed and stored in `topology.json`.
+
+On several hosts start the same command on each: with `--distributed` the processes find each other
+on TPU VMs and GKE, in SLURM steps, Kubernetes jobs and under Open MPI; elsewhere give each
+`--coordinator=HOST:PORT --num_processes=N --process_id=I`. All of them must see the workdir. The
+first process prints and writes; the others print errors and warnings.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import json
 import pathlib
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -35,6 +42,11 @@ OPTIONS = (
     "--profile_steps",
     "--log_compiles",
     "--no_compile_cache",
+    "--distributed",
+    "--coordinator",
+    "--num_processes",
+    "--process_id",
+    "--peer_timeout",
     "--help",
 )
 
@@ -50,16 +62,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     A run that was asked to end (SIGTERM: preemption) and has saved ends with 0.
     """
     try:
-        return _main(sys.argv[1:] if argv is None else list(argv))
+        _main(sys.argv[1:] if argv is None else list(argv))
+        return 0
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        status = 2
     except Interrupted as notice:
         print(f"interrupted: {notice}", file=sys.stderr)
         return 0
+    except BaseException:
+        if not runtime.joined():
+            raise
+        traceback.print_exc()
+        status = 1
+    runtime.leave(status)
+    return status
 
 
-def _main(argv: list[str]) -> int:
+def _main(argv: list[str]) -> None:
     parser = _Parser(
         prog="experiments.launch",
         description=__doc__,
@@ -85,6 +105,18 @@ def _main(argv: list[str]) -> int:
         action="store_true",
         help=f"keep no compiled programs (default: {runtime.CACHE} beside the workdir)",
     )
+    parser.add_argument(
+        "--distributed", action="store_true", help="one of several processes, found by JAX"
+    )
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of the first of the processes")
+    parser.add_argument("--num_processes", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--process_id", type=int, metavar="I", help="this one's place, from 0")
+    parser.add_argument(
+        "--peer_timeout",
+        type=int,
+        metavar="SECONDS",
+        help="without a sign of life, after which a process is dead and ends the others",
+    )
     argv, overrides = _split_overrides(argv)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -92,7 +124,7 @@ def _main(argv: list[str]) -> int:
         raise UsageError(f"unknown argument {unknown[0]!r}.{suggest(name, OPTIONS)}")
     if options.list:
         print(listing())
-        return 0
+        return
     if not options.config:
         raise UsageError("give --config FILE[:VARIANT], or --list to see what there is.")
     resolved = config_files.resolve(options.config, overrides)
@@ -102,20 +134,30 @@ def _main(argv: list[str]) -> int:
         compiled = topology.run(options.config, overrides, options.topology)
         print(topology.table(compiled))
         print(f"wrote {topology.write(workdir, compiled)}")
-        return 0
+        return
     settings = runtime.Runtime(
         compile_cache=not options.no_compile_cache,
         log_compiles=options.log_compiles,
         profile_steps=runtime.parse_steps(options.profile_steps) if options.profile_steps else None,
+        processes=runtime.Processes(
+            options.distributed,
+            options.coordinator,
+            options.num_processes,
+            options.process_id,
+            options.peer_timeout,
+        ),
     )
-    prepare_workdir(workdir, resolved)
+    if settings.processes.several and not resolved.file.multi_process:
+        raise UsageError(f"{resolved.file.name} runs on one process only.")
+    runtime.join(settings.processes)
     runtime.configure(settings, workdir)
+    prepare_workdir(workdir, resolved)
     print(f"{resolved.file.name}:{resolved.variant} -> {workdir}", flush=True)
     with runtime.profiling(settings, workdir):
         results = _run(resolved, workdir)
-    report.write_results(workdir, results)
-    print(f"wrote {workdir / 'results.json'}")
-    return 0
+    if runtime.is_first():
+        report.write_results(workdir, results)
+        print(f"wrote {workdir / 'results.json'}")
 
 
 def _split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -148,17 +190,45 @@ def listing() -> str:
 def prepare_workdir(workdir: pathlib.Path, resolved: config_files.Resolved) -> None:
     """Writes config.json, or checks that the one there is the same.
 
-    It is overwritten where nothing else is there yet, and by one-shot experiments.
+    It is overwritten where nothing else is there yet, by one-shot experiments, and where only the
+    mesh differs: a run may go on on other devices. With several processes the first does this, for
+    all that were started with the same config and see the same workdir.
 
     Raises:
-      UsageError: the workdir holds a run of another config; the message names the keys.
+      UsageError: the workdir holds a run of another config, or a process was started with another
+        one than the first (the message names the keys), or they do not share the workdir.
     """
-    path = workdir / "config.json"
     wanted = {
         "experiment": resolved.file.name,
         "variant": resolved.variant,
         "config": config_files.to_json(resolved.config),
     }
+    for process, other in enumerate(every := runtime.gather(wanted)):
+        if differ := _differences(every[0], other):
+            raise UsageError(
+                f"process {process} was started with another config than process 0: {differ}."
+            )
+    written = runtime.on_first(lambda: _claim(workdir, resolved, wanted))
+    path = workdir / "config.json"
+    deadline = time.monotonic() + 30  # network file systems show new files late
+    while not (seen := _holds(path, written)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if blind := [process for process, sees in enumerate(runtime.gather(seen)) if not sees]:
+        raise UsageError(
+            f"process {blind[0]} does not see {path} as process 0 has written it: --workdir must "
+            "lie on a file system that all processes share."
+        )
+
+
+def _holds(path: pathlib.Path, value: dict[str, Any]) -> bool:
+    return path.exists() and json.loads(path.read_text(encoding="utf-8")) == value
+
+
+def _claim(
+    workdir: pathlib.Path, resolved: config_files.Resolved, wanted: dict[str, Any]
+) -> dict[str, Any]:
+    """Writes config.json or refuses to; returns what it holds."""
+    path = workdir / "config.json"
     begun = path.exists() and any(
         entry.name not in (path.name, topology.FILE) for entry in workdir.iterdir()
     )
@@ -167,22 +237,32 @@ def prepare_workdir(workdir: pathlib.Path, resolved: config_files.Resolved) -> N
             found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UsageError(f"{path} is not valid JSON: {error}.") from error
-        there = config_files.flatten({k: found.get(k) for k in wanted})
-        here = config_files.flatten(wanted)
-        differ = [
-            f"{key.removeprefix('config.')} ({there.get(key, 'absent')!r} there,"
-            f" {here.get(key, 'absent')!r} here)"
-            for key in sorted(set(there) | set(here))
-            if there.get(key, "absent") != here.get(key, "absent")
-        ]
-        if differ:
-            more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
+        if differ := _differences(found, wanted, ignore=("config.mesh.",)):
             raise UsageError(
-                f"{workdir} holds a run of another config: {'; '.join(differ[:5])}{more}. "
+                f"{workdir} holds a run of another config: {differ}. "
                 "Give another --workdir, or remove that folder."
             )
-        return
-    report.write_json(path, wanted | {"jaxllm": jaxllm.__version__})
+        if not _differences(found, wanted):
+            return found
+    written = wanted | {"jaxllm": jaxllm.__version__}
+    report.write_json(path, written)
+    return written
+
+
+def _differences(
+    found: dict[str, Any], wanted: dict[str, Any], ignore: tuple[str, ...] = ()
+) -> str:
+    """The keys that differ, with both values; "" if none does."""
+    there = config_files.flatten({k: found.get(k) for k in wanted})
+    here = config_files.flatten(wanted)
+    differ = [
+        f"{key.removeprefix('config.')} ({there.get(key, 'absent')!r} there,"
+        f" {here.get(key, 'absent')!r} here)"
+        for key in sorted(set(there) | set(here))
+        if there.get(key, "absent") != here.get(key, "absent") and not key.startswith(ignore)
+    ]
+    more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
+    return "; ".join(differ[:5]) + more
 
 
 def _run(resolved: config_files.Resolved, workdir: pathlib.Path) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import ml_collections
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 import jaxllm
-from experiments import config_files, pretrain_report, report, text_data
+from experiments import config_files, pretrain_report, report, runtime, text_data
 from experiments.errors import Interrupted, UsageError
 from jaxllm.compilation.analysis import Work
+from jaxllm.data.errors import DataError
 from jaxllm.data.files import sha256_json
 from jaxllm.data.loader import Loader
 from jaxllm.data.rows import PackedRows
@@ -27,8 +29,19 @@ from jaxllm.data.tokenizers import Tokenizer
 from jaxllm.inference.generate import generate
 from jaxllm.models import hf, parameters, presets
 from jaxllm.models.config import ModelConfig
+from jaxllm.training import (
+    balance,
+    checkpoints,
+    distributed,
+    flops,
+    loop,
+    objectives,
+    optimizers,
+    sharding,
+    state,
+    step,
+)
 from jaxllm.training import evaluate as evaluation
-from jaxllm.training import flops, loop, objectives, optimizers, sharding, state, step
 
 # Part of the recipe hash: raise it when a change of the code changes what a recipe trains.
 CODE_VERSION = 1
@@ -39,21 +52,25 @@ class Trained:
     """What training leaves.
 
     Attributes:
+      data: what it was trained and evaluated on.
       evaluation: of the last parameters on the validation split.
-      baseline: validation bits per byte of token frequencies alone.
     """
 
     config: ModelConfig
     params: Any
-    tokenizer: Tokenizer
+    data: text_data.Prepared
     evaluation: dict[str, float]
-    baseline: float
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Trains, writes `model/`, samples and writes the report."""
+    """Trains, writes `model/`, samples and writes the report.
+
+    With several processes all of them train and sample; the first writes and has results.
+    """
     trained = train(config, workdir)
     samples = sample(config, trained)
+    if not runtime.is_first():
+        return {}
     for prompt, continuation in samples:
         print(f"\n--- {prompt!r}\n{prompt}{continuation}")
     print()
@@ -61,7 +78,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         workdir,
         trained.evaluation,
         parameters.count_params(trained.params),
-        trained.baseline,
+        pretrain_report.unigram_bits_per_byte(trained.data),
         samples,
     )
     pretrain_report.write(workdir, results)
@@ -81,10 +98,14 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Trained:
     model = with_special_tokens(model_config(config, data.vocab_size), tokenizer)
     mesh = make_mesh(config)
     batch_size, length = config.data.batch_size, config.data.row_length
-    processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    loader = Loader(PackedRows(data.train, length), batch_size, seed=config.seed, **processes)
-    held_out = Loader(PackedRows(valid, length), batch_size, seed=0, **processes)
-    in_order = Loader(PackedRows(valid, length, shuffle=False), batch_size, **processes)
+    index, count = distributed.row_block(mesh)
+    blocks = {"process_index": index, "process_count": count}
+    try:
+        loader = Loader(PackedRows(data.train, length), batch_size, seed=config.seed, **blocks)
+        held_out = Loader(PackedRows(valid, length), batch_size, seed=0, **blocks)
+        in_order = Loader(PackedRows(valid, length, shuffle=False), batch_size, **blocks)
+    except DataError as error:
+        raise UsageError(f"data: {error}") from error
     bytes_per_token = data.valid_bytes / data.valid_targets
     loss = objectives.language_model_loss(model, z_loss=config.train.z_loss)
     plain = objectives.language_model_loss(model)
@@ -114,11 +135,13 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Trained:
                 keep=config.train.keep_checkpoints,
                 accumulate=config.train.microbatches,
                 seed=config.seed,
+                skip_nonfinite=config.train.skip_nonfinite,
                 progress=terminal,
             ),
             loss=loss,
             params=lambda: parameters.init_params(model, jax.random.key(config.seed)),
-            optimizer=optimizer_config(config),
+            optimizer=make_optimizer(config, model),
+            schedule=optimizers.create_schedule(optimizer_config(config).schedule),
             loader=loader,
             workdir=workdir,
             mesh=mesh,
@@ -129,6 +152,8 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Trained:
         )
     except loop.NonFiniteError as error:
         raise UsageError(f"{error} Try a lower optimizer.peak or more warm-up.") from error
+    except checkpoints.CheckpointError as error:
+        raise UsageError(str(error)) from error
     if result.interrupted:
         raise Interrupted(f"saved step {int(result.state.step)}; the same command goes on.")
     params = result.state.params
@@ -138,13 +163,14 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Trained:
     else:
         final = evaluate(params, in_order.eval_batches(), float(data.valid_bytes))
     export(workdir, model, params, tokenizer)
-    report.write_json(workdir / "recipe.json", {"recipe": recipe_hash(config)})
-    return Trained(model, params, tokenizer, final, pretrain_report.unigram_bits_per_byte(data))
+    if runtime.is_first():
+        report.write_json(workdir / "recipe.json", {"recipe": recipe_hash(config)})
+    return Trained(model, params, data, final)
 
 
 def sample(config: ml_collections.ConfigDict, trained: Trained) -> list[tuple[str, str]]:
     """(prompt, continuation) for every prompt of the config."""
-    tokenizer = trained.tokenizer
+    tokenizer = trained.data.tokenizer
     prompts = [tokenizer.encode(prompt) for prompt in config.sample.prompts]
     continuations = generate(
         trained.config,
@@ -235,6 +261,13 @@ def optimizer_config(config: ml_collections.ConfigDict) -> optimizers.OptimizerC
         raise UsageError(str(error)) from error
 
 
+def make_optimizer(
+    config: ml_collections.ConfigDict, model: ModelConfig
+) -> optax.GradientTransformation:
+    """The optimizer of a config for a network; it also balances the routers of a mixture."""
+    return balance.balance_routers(optimizers.create_optimizer(optimizer_config(config)), model)
+
+
 def make_mesh(config: ml_collections.ConfigDict) -> Mesh | None:
     """The mesh of a config; None on a single device.
 
@@ -262,7 +295,7 @@ def lower_steps(
       UsageError: the batch does not divide over the mesh.
     """
     model = _untrained_model(config)
-    optimizer = optimizers.create_optimizer(optimizer_config(config))
+    optimizer = make_optimizer(config, model)
     abstract = state.abstract_state(
         lambda: parameters.init_params(model, jax.random.key(0)),
         optimizer,
@@ -315,11 +348,16 @@ def with_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig
 
 
 def export(workdir: pathlib.Path, model: ModelConfig, params: Any, tokenizer: Tokenizer) -> None:
-    """Writes `model/` in the layout of Hugging Face, with the tokenizer where it can be saved."""
+    """Writes `model/` in the layout of Hugging Face, with the tokenizer where it can be saved.
+
+    With several processes all take part: one tensor after the other is gathered and written by the
+    first.
+    """
     source = None
     if hasattr(tokenizer, "save"):
         source = workdir / "tokenizer"
-        tokenizer.save(source)
+        if runtime.is_first():
+            tokenizer.save(source)
     hf.save_hf(workdir / "model", model, params, tokenizer_from=source, overwrite=True)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_collections
 
+from experiments import runtime
 from experiments.errors import UsageError
 from jaxllm.data import bpe, cache, preprocessors, seqio_build, sources, stdlib, tasks
 from jaxllm.data.errors import DataError
@@ -50,9 +51,29 @@ class Prepared:
 def prepare(config: ml_collections.ConfigDict) -> Prepared:
     """Trains or loads the tokenizer, and builds or opens the token cache.
 
+    With several processes the first trains and builds, and the others open what it has made (where
+    they do not share `runs/cache`, they make the same again).
+
     Raises:
-      UsageError: the files, the task or the tokenizer named by the config cannot be used.
+      UsageError: the files, the task or the tokenizer named by the config cannot be used, or the
+        processes were given different ones.
     """
+    found = runtime.first_then_all(lambda: _prepare(config))
+    here = {
+        "tokenizer": found.tokenizer.fingerprint(),
+        "training tokens": found.train.fingerprint,
+        "validation tokens": found.valid.fingerprint,
+    }
+    for process, there in enumerate(every := runtime.gather(here)):
+        if differ := [name for name, value in every[0].items() if there[name] != value]:
+            raise UsageError(
+                f"process {process} has another {' and other '.join(differ)} than process 0: the "
+                "files that it reads differ."
+            )
+    return found
+
+
+def _prepare(config: ml_collections.ConfigDict) -> Prepared:
     try:
         if config.data.seqio_task:
             return _from_seqio(config)

@@ -12,6 +12,7 @@ could be opened, and of several builders at once the first to finish wins.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import logging
@@ -64,6 +65,7 @@ def build_cache(
     Raises:
       RecordError: a bad record, with its place (on_bad="refuse").
       DataError: a split without a single document, or an unusable recipe.
+      CacheError: the cache that is there is damaged, or there is no room for it.
     """
     if on_bad not in ("refuse", "skip"):
         raise DataError(f"on_bad is {on_bad!r}; expected 'refuse' or 'skip'")
@@ -107,6 +109,8 @@ def build_once(
 ) -> cache_lib.TokenCache:
     """Opens a recipe's cache, or has `write(folder)` fill a temporary folder and renames that.
 
+    Every file is compared with its checksum, at every opening.
+
     Of several processes that build the same cache at once, the first to finish keeps its folder
     and the others open it; what they wrote is thrown away.
     """
@@ -116,7 +120,8 @@ def build_once(
         temporary = pathlib.Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
         try:
             os.chmod(temporary, 0o755)
-            write(temporary)
+            with _room_for(final):
+                write(temporary)
             try:
                 os.rename(temporary, final)
             except OSError:
@@ -125,7 +130,8 @@ def build_once(
                 # Another builder was first: its folder stays.
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    cache = cache_lib.open_cache(final)
+    # The recipe has the hash of the sources: reading the tokens once more costs no more than that.
+    cache = cache_lib.open_cache(final, verify_checksums=True)
     if cache.manifest["recipe_hash"] != _recipe_hash(recipe):
         raise cache_lib.CacheError(f"{final}: the manifest belongs to another recipe")
     return cache
@@ -286,6 +292,17 @@ class _HashedFile:
     def entry(self) -> dict[str, Any]:
         digest = self._digest.hexdigest()
         return {"name": self._path.name, "bytes": self._bytes, "sha256": digest}
+
+
+@contextlib.contextmanager
+def _room_for(path: pathlib.Path) -> Iterator[None]:
+    """Names the cache in errors of a full disk: the system no longer knows what was written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise cache_lib.CacheError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _recipe_hash(recipe: Any) -> str:

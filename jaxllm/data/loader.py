@@ -91,6 +91,12 @@ class Loader:
         """How often the data of each source has been seen before batch `step`."""
         return self.rows.epochs(self.seed, step * self.batch_size)
 
+    def describe(self, step: int) -> str:
+        """Where the rows of batch `step` stand in the data, for messages."""
+        first = step * self.batch_size
+        seen = ", ".join(f"{epoch:.3f} of {name}" for name, epoch in self.epochs(step).items())
+        return f"rows {first} to {first + self.batch_size - 1}, epoch {seen}"
+
     def eval_batches(self) -> Iterator[Batch]:
         """Every row of epoch 0 once, in order; the last batch is filled up with empty rows.
 

@@ -42,6 +42,8 @@ class Loader(Protocol):
     def fingerprint(self) -> Mapping[str, Any]:
         """What the batches depend on, JSON-safe; compared on resume."""
 
+    # Optional: describe(step: int) -> str, which says what data batch `step` holds.
+
 
 class NonFiniteError(FloatingPointError):
     """The loss or its gradient became NaN or infinite."""
@@ -60,6 +62,9 @@ class LoopConfig:
       accumulate: microbatches a step.
       ema_decay: decay of the moving average of the parameters; None = no average.
       seed: of all randomness in the step (dropout, noise).
+      skip_nonfinite: how many steps in a row may have a loss or gradient that is not finite. Such a
+        step changes nothing but the step count (the optimizer's schedule waits), and is left out of
+        the means; "train/skipped" counts them. One more in a row ends the run.
       progress: show a progress bar with the time left.
       tensorboard: also write TensorBoard events.
       peak_flops: operations a second of all devices together; None = from the table by device kind.
@@ -73,6 +78,7 @@ class LoopConfig:
     accumulate: int = 1
     ema_decay: float | None = None
     seed: int = 0
+    skip_nonfinite: int = 0
     progress: bool = True
     tensorboard: bool = True
     peak_flops: float | None = None
@@ -84,6 +90,7 @@ class LoopConfig:
             ("eval_every", 0),
             ("checkpoint_every", 0),
             ("accumulate", 1),
+            ("skip_nonfinite", 0),
         ):
             value = getattr(self, name)
             if value < least:
@@ -118,6 +125,7 @@ def train(
     optimizer: optimizers.OptimizerConfig | optax.GradientTransformation,
     loader: Loader,
     workdir: str | os.PathLike[str],
+    schedule: optax.Schedule | None = None,
     mesh: Mesh | None = None,
     axes: Any = None,
     rules: sharding.Rules | None = None,
@@ -130,14 +138,15 @@ def train(
 
     Writes `metrics.jsonl`, TensorBoard events and `checkpoints/` into `workdir`. The device is kept
     busy: metrics of a step are fetched after the next one is under way. An interrupted run that is
-      started again
-    sees the batches, and ends with the numbers, of one that was not.
+    started again sees the batches, and ends with the numbers, of one that was not. It goes on from
+    the newest checkpoint that can be read; damaged newer ones are set aside (`damaged-STEP`).
 
     Args:
       config: lengths and intervals.
       loss: see `step.Loss`.
       params: initial parameters, or a function that makes them.
       optimizer: a config, or any optax transformation.
+      schedule: the learning rate, for the log; that of the optimizer where it is given as a config.
       loader: batches and their fingerprint.
       workdir: folder of the run.
       mesh: devices; None = one device.
@@ -149,12 +158,12 @@ def train(
       extra_writers: further writers of metrics.
 
     Raises:
-      NonFiniteError: loss or gradient became NaN or infinite, naming the step; the last checkpoint
-        stays.
-      CheckpointError: the checkpoint in `workdir` does not fit this run.
+      NonFiniteError: loss or gradient became NaN or infinite (`LoopConfig.skip_nonfinite`), naming
+        the step and its batch; the last checkpoint stays.
+      CheckpointError: the checkpoint in `workdir` does not fit this run, or all of them are
+        damaged, or one cannot be written; the last good one stays.
       ValueError: the loader ended before the last step.
     """
-    schedule = None
     if isinstance(optimizer, optimizers.OptimizerConfig):
         schedule = optimizers.create_schedule(optimizer.schedule)
         optimizer = optimizers.create_optimizer(optimizer)
@@ -166,18 +175,19 @@ def train(
         "axes": axes,
         "rules": rules,
     }
-    store = checkpoints.Checkpoints(
-        pathlib.Path(workdir) / "checkpoints", keep=config.keep, fingerprint=loader.fingerprint()
-    )
-    writer = writers.MultiWriter()
-    try:
-        resume_step = store.latest_step()
-        notes: dict[str, Any] = {}
-        if resume_step is None:
-            state = create_state(params, optimizer, **layout)
-        else:
-            state, notes = store.restore(abstract_state(params, optimizer, **layout))
-        del params
+    with contextlib.ExitStack() as stack:
+        store = checkpoints.Checkpoints(
+            pathlib.Path(workdir) / "checkpoints",
+            keep=config.keep,
+            fingerprint=loader.fingerprint(),
+        )
+        stack.callback(store.close)
+        resumed = None
+        if store.steps():
+            resumed = store.resume(abstract_state(params, optimizer, **layout))
+        state, notes = resumed or (create_state(params, optimizer, **layout), {})
+        resume_step = int(state.step) if resumed else None
+        del params, resumed
         step = make_train_step(
             loss,
             optimizer,
@@ -191,6 +201,7 @@ def train(
         writer = writers.create_writer(
             workdir, resume_step, tensorboard=config.tensorboard, extra=extra_writers
         )
+        stack.callback(writer.close)
         log = progress.Progress(
             writer,
             notes,
@@ -201,31 +212,29 @@ def train(
             peak_flops=config.peak_flops,
             bar=config.progress,
         )
-        with interrupt.listening() as signal, log:
-            run = _Run(config, store, log, writer, evaluate, notes)
-            return run.go(
-                state, step, loader, signal, lambda x: sharding.shard_batch(x, mesh, rules)
-            )
-    finally:
-        writer.close()
-        store.close()
+        stack.enter_context(log)
+        signal = stack.enter_context(interrupt.listening())
+        run = _Run(config, store, log, writer, evaluate, notes, loader)
+        return run.go(state, step, signal, lambda x: sharding.shard_batch(x, mesh, rules))
 
 
 class _Run:
     """The loop itself, with what happens between steps."""
 
-    def __init__(self, config, store, log, writer, evaluate, notes):
+    def __init__(self, config, store, log, writer, evaluate, notes, loader):
         self._config, self._store, self._log = config, store, log
-        self._writer, self._evaluate = writer, evaluate
+        self._writer, self._evaluate, self._loader = writer, evaluate, loader
         self._evaluation: dict[str, float] = dict(notes.get("evaluation", {}))
+        self._skipped: int = notes.get("skipped", 0)
+        self._skipped_in_a_row: int = notes.get("skipped_in_a_row", 0)
         self._pending: tuple[int, Mapping[str, Mean], int] | None = None
 
-    def go(self, state, step, loader, signal, place) -> Result:
+    def go(self, state, step, signal, place) -> Result:
         config, done = self._config, int(state.step)
         if done >= config.steps:
             return self._end(state, interrupted=False)
         with contextlib.ExitStack() as stack:
-            batches = loader.iterator(done)
+            batches = self._loader.iterator(done)
             if hasattr(batches, "close"):
                 stack.callback(batches.close)
             tracer = profiling.Tracer()
@@ -235,10 +244,12 @@ class _Run:
                     self._flush()
                     return self._end(state, interrupted=True)
                 batch = _next(batches, done)
-                tokens = _tokens(batch) * jax.process_count()
+                batch = place(batch)
+                tokens = _tokens(batch)
                 tracer.before(done)
-                state, metrics = step(state, place(batch))
+                state, metrics = step(state, batch)
                 self._flush()  # the step before, while this one runs
+                self._store.check()
                 done += 1
                 tracer.after(done, metrics)
                 self._pending = (done, metrics, tokens)
@@ -269,24 +280,34 @@ class _Run:
         step, metrics, tokens = self._pending
         self._pending = None
         values = metrics_lib.to_host(metrics)
-        nonfinite = values.pop("nonfinite").total  # always 0 in what is logged
-        if nonfinite or not math.isfinite(float(values["loss"].total)):
-            self._store.wait()
-            last = self._store.latest_step()
-            kept = (
-                "there is no checkpoint yet"
-                if last is None
-                else (f"the last good checkpoint is {self._store.folder / str(last)}")
-            )
-            raise NonFiniteError(
-                f"step {step}: loss {values['loss'].compute()}, gradient norm "
-                f"{values['gradient_norm'].compute()}; {kept}."
-            )
-        self._log.add(step, values, tokens)
+        bad = values.pop("nonfinite").total or not math.isfinite(float(values["loss"].total))
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if bad else 0
+        if self._skipped_in_a_row > self._config.skip_nonfinite:
+            raise NonFiniteError(self._describe(step, values))
+        self._skipped += bool(bad)
+        counts = {"skipped": self._skipped} if self._config.skip_nonfinite else {}
+        self._log.add(step, {} if bad else values, tokens, counts)
+
+    def _describe(self, step: int, values: Mapping[str, Mean]) -> str:
+        """What is known of a step that is not finite."""
+        text = f"step {step}: loss {values['loss'].compute()}, gradient norm "
+        text += f"{values['gradient_norm'].compute()} on batch {step - 1}"
+        if hasattr(self._loader, "describe"):
+            text += f" ({self._loader.describe(step - 1)})"
+        if self._config.skip_nonfinite:
+            text += f", after {self._skipped_in_a_row - 1} such steps in a row that were skipped"
+        self._store.wait()
+        last = self._store.latest_step()
+        if last is None:
+            return f"{text}; there is no checkpoint yet."
+        return f"{text}; the last good checkpoint is {self._store.folder / str(last)}."
 
     def _save(self, state: TrainState) -> None:
         """With what the log needs to go on as if nothing had happened."""
-        self._store.save(state, self._log.notes() | {"evaluation": self._evaluation})
+        notes = self._log.notes() | {"evaluation": self._evaluation}
+        if self._config.skip_nonfinite:
+            notes |= {"skipped": self._skipped, "skipped_in_a_row": self._skipped_in_a_row}
+        self._store.save(state, notes)
 
     def _end(self, state: TrainState, interrupted: bool) -> Result:
         self._save(state)
@@ -306,7 +327,7 @@ def _next(batches: Iterator[Any], step: int) -> Any:
 
 
 def _tokens(batch: Any) -> int:
-    """Tokens of a host batch, padding included: every array named "tokens"."""
+    """Tokens of a batch of all processes, padding included: every array named "tokens"."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
     return sum(
         leaf.size for path, leaf in leaves if parameters.path_name(path).split("/")[-1] == "tokens"

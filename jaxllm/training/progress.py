@@ -61,8 +61,21 @@ class Progress:
             desc="training",
         )
 
-    def add(self, step: int, values: Mapping[str, Mean], tokens: int) -> None:
-        """Counts one finished step: its metrics, on the host, and the tokens of its batch."""
+    def add(
+        self,
+        step: int,
+        values: Mapping[str, Mean],
+        tokens: int,
+        counts: Mapping[str, float] | None = None,
+    ) -> None:
+        """Counts one finished step.
+
+        Args:
+          step: how many are done.
+          values: its metrics, on the host; {} leaves it out of the means.
+          tokens: of its batch.
+          counts: values that a line shows as they stand.
+        """
         self._window = metrics_lib.merge(self._window, values)
         now = time.perf_counter()
         if self._since is not None:
@@ -72,9 +85,10 @@ class Progress:
         self._bar.update()
         if not self._every or (step % self._every and step != self._steps):
             return
-        self.last = metrics_lib.compute(self._window) | self._speed()
+        self.last = metrics_lib.compute(self._window) | dict(counts or {}) | self._speed()
         self._writer.write_scalars(step, {f"train/{name}": v for name, v in self.last.items()})
-        self._bar.set_postfix_str(f"loss {self.last['loss']:.4f}", refresh=False)
+        if "loss" in self.last:
+            self._bar.set_postfix_str(f"loss {self.last['loss']:.4f}", refresh=False)
         self._window, self._seconds, self._tokens = {}, 0.0, 0
 
     def notes(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from jaxllm.models.placement import (
     mesh_axes,
     partition_spec,
 )
+from jaxllm.training import distributed
 
 __all__ = [
     "DEFAULT_RULES",
@@ -181,15 +182,17 @@ def named_shardings(tree: Any, axes: Any, mesh: Mesh, rules: Rules | None = None
 
 
 def batch_sharding(
-    shape: Sequence[int], mesh: Mesh, rules: Rules | None = None, *, processes: int = 1
+    shape: Sequence[int], mesh: Mesh, rules: Rules | None = None, *, blocks: int = 1
 ) -> NamedSharding:
     """Sharding of a batch array [B, T, ...]: rows over the batch axes, time over the context axis.
+
+    `shape` is that of one of `blocks` equal parts of the rows.
 
     Raises:
       ValueError: the rows do not divide over the devices of the batch axes.
     """
     rules = DEFAULT_RULES if rules is None else rules
-    whole = (shape[0] * processes, *shape[1:])
+    whole = (shape[0] * blocks, *shape[1:])
     names = ("batch", "length") + (None,) * len(shape)
     spec = partition_spec(whole, names[: len(shape)], mesh, rules)
     wanted = _size(rules["batch"], mesh)
@@ -205,8 +208,8 @@ def shard_batch(batch: Any, mesh: Mesh | None, rules: Rules | None = None) -> An
     """Puts a host batch on the devices.
 
     Args:
-      batch: tree of NumPy arrays [B, T, ...]; with several processes each gives its contiguous
-        block of rows.
+      batch: tree of NumPy arrays [B, T, ...]; with several processes each gives the rows of its
+        `distributed.row_block`.
       mesh: the mesh; None = the default device.
       rules: mesh axes by logical name.
 
@@ -215,14 +218,14 @@ def shard_batch(batch: Any, mesh: Mesh | None, rules: Rules | None = None) -> An
     """
     if mesh is None:
         return jax.device_put(batch)
-    processes = jax.process_count()
+    _, blocks = distributed.row_block(mesh, rules)
 
     def place(x: np.ndarray) -> jax.Array:
-        sharding = batch_sharding(x.shape, mesh, rules, processes=processes)
-        if processes == 1:
+        sharding = batch_sharding(x.shape, mesh, rules, blocks=blocks)
+        if jax.process_count() == 1:
             return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(
-            sharding, x, (x.shape[0] * processes, *x.shape[1:])
+            sharding, x, (x.shape[0] * blocks, *x.shape[1:])
         )
 
     return jax.tree.map(place, batch)

@@ -8,15 +8,19 @@ takes seconds and most of a gigabyte.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+
+_FLUSH_SECONDS = 30.0
 
 
 class JsonlWriter:
@@ -36,30 +40,37 @@ class JsonlWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resume_step is None else _lines_until(self._path, resume_step)
         temporary = self._path.with_name(self._path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        with _naming(self._path):
+            temporary.write_text("".join(kept), encoding="utf-8")
+            os.replace(temporary, self._path)
+            self._file = self._path.open("a", encoding="utf-8")
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Appends one line."""
-        values = {name: _jsonable(value) for name, value in scalars.items()}
-        self._file.write(json.dumps({"step": int(step), **values}, allow_nan=False) + "\n")
-        self._file.flush()
+        self._write({"step": int(step), **{name: _jsonable(v) for name, v in scalars.items()}})
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Appends one line of texts."""
-        self._file.write(json.dumps({"step": int(step), **texts}) + "\n")
-        self._file.flush()
+        self._write({"step": int(step), **texts})
 
     def flush(self) -> None:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with _naming(self._path):
+            self._file.close()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        with _naming(self._path):
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
 
 
 class TensorBoardWriter:
-    """TensorBoard event files through tensorboardX, which needs no TensorFlow.
+    """TensorBoard event files by tensorboardX, which needs no TensorFlow.
+
+    Events are written by the caller's thread, not by that of `tensorboardX.SummaryWriter`: where
+    its thread ends at a full disk, the next event is waited for without end.
 
     Args:
       folder: where the event files go.
@@ -67,24 +78,43 @@ class TensorBoardWriter:
     """
 
     def __init__(self, folder: str | os.PathLike[str], resume_step: int | None = None):
-        from tensorboardX import SummaryWriter  # slow to import where torch is installed
+        from tensorboardX import event_file_writer, summary
+        from tensorboardX.proto import event_pb2
 
-        purge = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(os.fspath(folder), purge_step=purge, flush_secs=30)
+        self._folder = pathlib.Path(folder)
+        self._summary, self._events = summary, event_pb2
+        with _naming(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = event_file_writer.EventsWriter(str(self._folder / "events"))
+            self._flushed = time.monotonic()
+            if resume_step is not None:
+                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                self._write(resume_step + 1, session_log=start)
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         for name, value in scalars.items():
-            self._writer.add_scalar(name, float(value), int(step))
+            self._write(step, summary=self._summary.scalar(name, float(value)))
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
-            self._writer.add_text(name, text, int(step))
+            self._write(step, summary=self._summary.text(name, text))
 
     def flush(self) -> None:
-        self._writer.flush()
+        with _naming(self._folder):
+            self._file.flush()
+        self._flushed = time.monotonic()
 
     def close(self) -> None:
-        self._writer.close()
+        with _naming(self._folder):
+            self._file.close()
+
+    def _write(self, step: int, **content: Any) -> None:
+        with _naming(self._folder):
+            self._file.write_event(
+                self._events.Event(step=int(step), wall_time=time.time(), **content)
+            )
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
 
 
 class MultiWriter:
@@ -106,8 +136,9 @@ class MultiWriter:
             writer.flush()
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
+        with contextlib.ExitStack() as stack:  # one that fails does not keep the others open
+            for writer in self._writers:
+                stack.callback(writer.close)
 
 
 def create_writer(
@@ -149,6 +180,17 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         {k: special.get(v, v) if isinstance(v, str) else v for k, v in record.items()}
         for record in records
     ]
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[None]:
+    """Gives errors of writing (a full disk) the path, which the system does not know any more."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _jsonable(value: Any) -> int | float | str:

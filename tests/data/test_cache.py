@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -213,6 +214,8 @@ def test_flipped_bits_are_found(tmp_path):
     cache_lib.open_cache(cache.path)
     with pytest.raises(CacheError, match="train.tokens: SHA-256 is"):
         cache_lib.open_cache(cache.path, verify_checksums=True)
+    with pytest.raises(CacheError, match="train.tokens: SHA-256 is"):
+        build(tmp_path)
     flip(3)(data := bytearray(path.read_bytes()))
     path.write_bytes(data)
     cache_lib.open_cache(cache.path, verify_checksums=True)
@@ -263,6 +266,18 @@ def test_a_builder_that_comes_second_keeps_the_first_folder(tmp_path):
     cache = cache_builder.build_once(tmp_path, "c", recipe, slow)
     assert (cache.path / "mark").exists()
     assert [path.name for path in tmp_path.iterdir()] == [cache.path.name]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(CacheError, match="demo-.* cannot be written: File too large"):
+            build(tmp_path, ["x" * 100] * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+    build(tmp_path, ["x" * 100] * 1000)
 
 
 BUILDER = """

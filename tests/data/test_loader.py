@@ -187,6 +187,16 @@ def test_wrong_mixtures_are_refused(rates, message):
         mixture.Mixture(sources, {"a": 1, "b": 1})
 
 
+def test_a_batch_says_where_its_rows_stand():
+    loader = loader_lib.Loader(make_rows("pad"), 4)
+    rows = len(LENGTHS)
+    assert loader.describe(rows // 2) == f"rows {rows // 2 * 4} to {rows // 2 * 4 + 3}, epoch " + (
+        f"{rows // 2 * 4 / rows:.3f} of memory"
+    )
+    mixed = loader_lib.Loader(make_mixture(), 4).describe(3)
+    assert mixed.startswith("rows 12 to 15, epoch ") and " of a/memory, " in mixed
+
+
 def test_wrong_loaders_are_refused():
     with pytest.raises(DataError, match="batch_size is 6; expected a positive multiple of the 4"):
         loader_lib.Loader(make_rows(), 6, process_count=4)

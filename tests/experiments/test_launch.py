@@ -34,6 +34,7 @@ def get_config(variant="tiny"):
             "a": scale,
             "b": {"learning_rate": 0.5, "shape": (1, 2), "verbose": False},
             "path": config_dict.placeholder(str),
+            "mesh": {"data": 1},
         }
     )
 '''
@@ -104,6 +105,7 @@ def test_overrides_reach_the_runner_and_config_json(adder, capsys):
         "a": 3,
         "b": {"learning_rate": 0.5, "shape": [4, 5], "verbose": True},
         "path": "here",
+        "mesh": {"data": 1},
     }
     results = json.loads((adder / "out" / "results.json").read_text())
     assert results == {"sum": 3.5, "bad": "nan"}
@@ -119,6 +121,10 @@ def test_a_workdir_serves_one_config(adder, capsys):
     assert "b.learning_rate (0.5 there, 0.1 here)" in line
     line = refused(capsys, "--config", "adder.py:large", "--workdir", "runs/adder-tiny")
     assert "variant ('tiny' there, 'large' here)" in line
+    # Other devices do not make it another run.
+    assert launch.main(["--config", "adder.py", "--config.mesh.data=2"]) == 0
+    written = json.loads((adder / "runs" / "adder-tiny" / "config.json").read_text())
+    assert written["config"]["mesh"] == {"data": 2}
     (adder / "runs" / "adder-tiny" / "config.json").write_text("{")
     assert "not valid JSON" in refused(capsys, "--config", "adder.py")
 

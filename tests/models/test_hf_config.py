@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -27,6 +28,12 @@ def test_round_trip_through_json(name):
 def test_presets_can_be_written(name):
     written = config_to_hf(preset(name))
     assert written["architectures"] == [ARCHITECTURES[preset(name).family]]
+
+
+def test_how_experts_run_is_no_part_of_a_checkpoint():
+    config = preset("mixtral_8x7b")
+    grouped = config.replace(moe=dataclasses.replace(config.moe, execution="grouped"))
+    assert config_to_hf(grouped) == config_to_hf(config)
 
 
 def test_every_family_has_every_table():

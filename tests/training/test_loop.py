@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import signal
@@ -12,10 +13,14 @@ import time
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxllm.training import evaluate, loop, optimizers, step, writers
 from jaxllm.training.checkpoints import CheckpointError
 from tests.training import toy
+
+# Reads that orbax leaves behind where one has failed.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 CONFIG = loop.LoopConfig(
     steps=8,
@@ -56,6 +61,22 @@ def _lines(workdir):
     return [{k: v for k, v in record.items() if k not in SPEED} for record in records]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """The runs here are of one program or two: they compile it together."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+
+    def use(folder, seconds):
+        for name, value in zip(names, (folder, seconds), strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+    before = [getattr(jax.config, name) for name in names]
+    use(before[0] or str(tmp_path_factory.mktemp("compiled")), 0.0)
+    yield
+    use(*before)
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("whole")
@@ -89,6 +110,24 @@ def test_killed_at_any_step_and_resumed_ends_bit_for_bit(tmp_path, uninterrupted
     assert result.evaluation == expected.evaluation
 
 
+def test_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(
+    tmp_path, uninterrupted, caplog
+):
+    with pytest.raises(KeyboardInterrupt):
+        _train(tmp_path, toy.Loader(noise=0.1, fail_at=5))
+    for file in (tmp_path / "checkpoints" / "4" / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    loader = toy.Loader(noise=0.1)
+    result = _train(tmp_path, loader)
+    assert loader.served == list(range(2, 8))
+    assert "set aside as damaged-4. Going on from checkpoint" in caplog.text
+    assert (tmp_path / "checkpoints" / "damaged-4" / "state").is_dir()
+    whole, expected = uninterrupted
+    jax.tree.map(np.testing.assert_array_equal, result.state, expected.state)
+    assert _lines(tmp_path) == _lines(whole)
+
+
 def test_a_finished_run_is_not_run_again(uninterrupted):
     workdir, expected = uninterrupted
     before = _lines(workdir)
@@ -105,10 +144,41 @@ def test_other_data_are_refused_on_resume(uninterrupted):
 
 
 def test_nan_stops_naming_step_and_last_good_checkpoint(tmp_path):
-    with pytest.raises(loop.NonFiniteError, match=r"step 6: loss nan.*checkpoints/4"):
-        _train(tmp_path, toy.Loader(noise=0.1, spoil_at=5))
+    expected = r"step 6: loss nan.* on batch 5 \(toy rows 40 to 47\).*checkpoints/4\."
+    with pytest.raises(loop.NonFiniteError, match=expected):
+        _train(tmp_path, toy.Loader(noise=0.1, spoil_at=[5]))
     result = _train(tmp_path)  # repaired data: goes on from step 4
     assert int(result.state.step) == 8
+
+
+def test_nonfinite_steps_can_be_skipped(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=7, skip_nonfinite=2)
+
+    def loader(*spoilt, **options):
+        return toy.Loader(noise=0.1, spoil_at=spoilt, **options)
+
+    before = _train(tmp_path / "before", loader(), dataclasses.replace(config, steps=5)).state
+    skipped = _train(tmp_path / "skipped", loader(5, 6), config)
+    assert int(skipped.state.step) == 7
+    jax.tree.map(np.testing.assert_array_equal, skipped.state.replace(step=before.step), before)
+    lines = [line for line in _lines(tmp_path / "skipped") if "train/skipped" in line]
+    assert [(line["step"], line["train/skipped"]) for line in lines] == [(3, 0), (6, 1), (7, 2)]
+    # Means are over the steps that count: of step 7 there are none, of step 6 those of 4 and 5.
+    assert np.isfinite(lines[1]["train/loss"]) and "train/gradient_norm" not in lines[2]
+
+    with pytest.raises(KeyboardInterrupt):
+        _train(tmp_path / "killed", loader(5, 6, fail_at=6), config)
+    resumed = _train(tmp_path / "killed", loader(5, 6), config)
+    jax.tree.map(np.testing.assert_array_equal, resumed.state, skipped.state)
+    assert _lines(tmp_path / "killed") == _lines(tmp_path / "skipped")
+
+    # The count of those in a row goes through the checkpoint of step 6, too.
+    workdir = tmp_path / "too many"
+    with pytest.raises(KeyboardInterrupt):
+        _train(workdir, loader(4, 5, 6, fail_at=6), config)
+    message = r"step 7: .* on batch 6 .*, after 2 such steps in a row that were skipped; .*/6\."
+    with pytest.raises(loop.NonFiniteError, match=message):
+        _train(workdir, loader(4, 5, 6), config)
 
 
 def test_loader_that_ends_early_is_named(tmp_path):
@@ -166,6 +236,7 @@ def test_sigterm_handler_is_given_back(tmp_path):
         ({"steps": 0}, "loop.steps=0"),
         ({"accumulate": 0}, "loop.accumulate=0"),
         ({"log_every": -1}, "loop.log_every=-1"),
+        ({"skip_nonfinite": -1}, "loop.skip_nonfinite=-1"),
         ({"ema_decay": 1.0}, "loop.ema_decay=1.0"),
     ],
 )

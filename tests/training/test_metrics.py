@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -83,6 +85,33 @@ def test_tensorboard_events_are_written(tmp_path):
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"loss" in events.read_bytes()
     assert writers.read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 3, "loss": 1.5}]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    pytest.importorskip("tensorboardX")
+    lines = writers.JsonlWriter(tmp_path / "metrics.jsonl")
+    events = writers.TensorBoardWriter(tmp_path / "tensorboard")
+    with open("/dev/full", "wb", buffering=0) as full:
+        events._file._py_recordio_writer._writer = full
+        lines._file = io.TextIOWrapper(full, write_through=True)
+        with pytest.raises(OSError, match="No space left on device: .*metrics.jsonl"):
+            lines.write_scalars(1, {"loss": 1.0})
+        with pytest.raises(OSError, match="No space left on device: .*tensorboard"):
+            events.write_scalars(1, {"loss": 1.0})
+
+
+def test_all_writers_are_closed_even_if_one_cannot_be():
+    closed = []
+
+    def fails():
+        closed.append("bad")
+        raise OSError("full")
+
+    kept = types.SimpleNamespace(close=lambda: closed.append("good"))
+    with pytest.raises(OSError, match="full"):
+        writers.MultiWriter([kept, types.SimpleNamespace(close=fails), kept]).close()
+    assert sorted(closed) == ["bad", "good", "good"]
 
 
 def test_training_imports_no_tensorflow_and_starts_no_device():

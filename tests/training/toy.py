@@ -70,9 +70,12 @@ def batch(step, rows=ROWS, seed=0, noise=0.0):
 
 
 class Loader:
-    """Serves `batch`, and notes which steps were asked for."""
+    """Serves `batch`, and notes which steps were asked for.
 
-    def __init__(self, seed=0, noise=0.0, end=None, fail_at=None, spoil_at=None):
+    It ends before a step, fails at one, and spoils those in `spoil_at` by a weight that is NaN.
+    """
+
+    def __init__(self, seed=0, noise=0.0, end=None, fail_at=None, spoil_at=()):
         self.seed, self.noise, self.end = seed, noise, end
         self.fail_at, self.spoil_at = fail_at, spoil_at
         self.served = []
@@ -84,10 +87,13 @@ class Loader:
                 raise KeyboardInterrupt
             self.served.append(step)
             made = batch(step, seed=self.seed, noise=self.noise)
-            if step == self.spoil_at:
+            if step in self.spoil_at:
                 made["weights"][0, 0] = np.nan
             yield made
             step += 1
+
+    def describe(self, step):
+        return f"toy rows {step * ROWS} to {(step + 1) * ROWS - 1}"
 
     def fingerprint(self):
         return {"manifest": "toy", "seed": self.seed, "batch_size": ROWS, "row_length": LENGTH}

@@ -77,7 +77,10 @@ def _effective(config: ModelConfig) -> ModelConfig:
     }
     if config.moe is not None:
         sparse = tuple(config.is_sparse(layer) for layer in range(config.num_layers))
-        changes["moe"] = dataclasses.replace(config.moe, sparse_layers=sparse)
+        # How experts run, and how their biases are trained, is no part of a checkpoint.
+        changes["moe"] = dataclasses.replace(
+            config.moe, sparse_layers=sparse, execution="auto", bias_update_rate=0.0
+        )
         if all(sparse):  # no layer has the dense width
             changes["mlp_dim"] = config.moe.expert_dim
     return config.replace(**changes)

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.hf.errors import CheckpointError
@@ -20,6 +19,7 @@ from jaxllm.models.hf.export import config_to_hf
 from jaxllm.models.hf.names import family_of
 from jaxllm.models.hf.plan import Leaf, plan_leaves
 from jaxllm.models.hf.safetensors_io import DTYPES, INDEX, plan_shards, write_file
+from jaxllm.models.host import to_host
 from jaxllm.models.parameters import path_name
 from jaxllm.models.segments import segment_length
 from jaxllm.models.weights import Weight
@@ -257,7 +257,7 @@ def _reader(
     def read(leaf: Leaf, position: tuple[int, ...]) -> np.ndarray:
         layer = None if leaf.first_layer is None else leaf.first_layer + position[0]
         values = take(leaf, layer)
-        return _to_host(values[position[-1]] if leaf.experts else values)
+        return to_host(values[position[-1]] if leaf.experts else values)
 
     return read
 
@@ -269,11 +269,3 @@ def _compare(what: str, found: set[str], expected: set[str]) -> None:
         raise CheckpointError(
             f"{what} has {extra[0]!r}, which the family's checkpoints have no place for."
         )
-
-
-def _to_host(x: Any) -> np.ndarray:
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        assert isinstance(x.sharding, NamedSharding)
-        everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
-        x = jax.jit(lambda y: y, out_shardings=everywhere)(x)
-    return np.asarray(x)
