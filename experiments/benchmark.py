@@ -15,7 +15,10 @@ from experiments.errors import UsageError
 
 SUITES = {
     "training": "experiments.benchmarks.training",
+    "decoding": "experiments.benchmarks.decoding",
+    "engine": "experiments.benchmarks.engine",
     "moe": "experiments.benchmarks.moe",
+    "scoring": "experiments.benchmarks.scoring",
     "pipeline": "experiments.benchmarks.pipeline",
     "startup": "experiments.benchmarks.startup",
     "loading": "experiments.benchmarks.loading",
@@ -98,6 +101,10 @@ def write(workdir: pathlib.Path, results: dict[str, Any]) -> None:
         page.table(["measure", "value"], rows)
         if name == "training":
             page.figure(*training_figure(values))
+        if name == "decoding" and any("ratio" in v for v in values.values() if isinstance(v, dict)):
+            page.figure(*decoding_figure(values))
+        if name == "engine":
+            page.figure(*engine_figure(values))
         if name == "moe":
             page.figure(*moe_figure(values))
     page.write()
@@ -120,6 +127,31 @@ def training_figure(values: dict[str, Any]) -> tuple[Any, str, str]:
     axes.set_ylim(bottom=0)
     axes.legend()
     return figure, "training", "Training speed by round; the sides take turns in one process"
+
+
+def decoding_figure(values: dict[str, Any]) -> tuple[Any, str, str]:
+    """How many times faster than transformers, by model and batch size."""
+    figure, axes = report.new_figure(width=7.2)
+    measured = {k: v for k, v in values.items() if isinstance(v, dict) and "ratio" in v}
+    names = list(measured)[::-1]
+    axes.barh([name.replace("_", " ") for name in names], [measured[n]["ratio"] for n in names])
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("tokens a second / tokens a second of transformers")
+    return figure, "decoding", "Greedy decoding; above 1, jaxllm is faster"
+
+
+def engine_figure(values: dict[str, Any]) -> tuple[Any, str, str]:
+    """How long the answers are, and how many times faster continuous batching is by round."""
+    figure, (left, right) = report.new_figure(columns=2, width=4.8)
+    left.hist(values["lengths"], bins=24)
+    left.set(xlabel="new tokens", ylabel="requests")
+    ratios = values["ratio_by_round"]
+    report.plot_curve(right, range(1, len(ratios) + 1), ratios, "measured", marker="o")
+    right.axhline(values["ideal_ratio"], color="black", linewidth=0.8, label="decoding steps alone")
+    right.set(xlabel="round", ylabel="time of static / time of continuous batching")
+    right.set_ylim(bottom=0)
+    right.legend()
+    return figure, "engine", "Answers of skewed lengths; slots refilled against batches that wait"
 
 
 def moe_figure(values: dict[str, Any]) -> tuple[Any, str, str]:

@@ -19,6 +19,23 @@ def llama_15m() -> ModelConfig:
     )
 
 
+def smollm2_135m() -> ModelConfig:
+    """SmolLM2 135M (arXiv:2502.02737)."""
+    return ModelConfig(
+        vocab_size=49152,
+        embed_dim=576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        mlp_dim=1536,
+        max_positions=8192,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=1e5),
+        tie_embeddings=True,
+        remat="all_dots",
+    )
+
+
 def llama3_8b() -> ModelConfig:
     """Llama 3 8B (arXiv:2407.21783, table 3)."""
     return ModelConfig(
@@ -79,6 +96,7 @@ def olmoe_7b() -> ModelConfig:
 
 PRESETS = {
     "llama_15m": llama_15m,
+    "smollm2_135m": smollm2_135m,
     "llama3_8b": llama3_8b,
     "llama3_70b": llama3_70b,
     "mixtral_8x7b": mixtral_8x7b,

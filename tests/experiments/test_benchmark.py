@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
 
 from experiments import benchmark, config_files, launch
-from experiments.benchmarks import moe, pipeline, startup, training
+from experiments.benchmarks import decoding, moe, pipeline, startup, training
+from jaxllm.models import parameters
+from jaxllm.models.config import ModelConfig
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +58,40 @@ def test_without_torch_it_says_what_to_install(monkeypatch):
 def test_training_step_really_trains():
     step = training.jax_step(batch_size=1, length=8)
     step()
+
+
+def test_decoding_is_measured_and_reported(monkeypatch, tmp_path):
+    tiny = ModelConfig(vocab_size=16, embed_dim=8, num_layers=2, num_heads=2, mlp_dim=8)
+    monkeypatch.setattr(decoding, "bind_to_cores", lambda threads: None)
+    monkeypatch.setattr(decoding, "copy_rate", lambda: 10.0)
+    monkeypatch.setattr(
+        decoding, "_model", lambda name: (tiny, parameters.init_params(tiny, jax.random.key(0)))
+    )
+    asked = []
+
+    def same(name, new_tokens, threads):
+        ours, _, _ = decoding.jax_side(name, new_tokens)
+
+        def run(prompts):
+            asked.append((len(prompts), len(prompts[0])))
+            return ours(prompts)
+
+        return run
+
+    monkeypatch.setattr(decoding, "torch_side", same)
+    monkeypatch.setattr(decoding.importlib.util, "find_spec", lambda name: object())
+    options = {"batch_sizes": (1, 2), "prompt": 4, "new_tokens": 3, "rounds": 2}
+    result = decoding.measure(models=("some",), **options)
+    assert set(asked) == {(1, 4), (2, 4)}
+    one, two = result["some_batch_1"], result["some_batch_2"]
+    assert one["equal"] == two["equal"] == 1 and "weight_gigabytes_per_second" not in two
+    size = 4 * parameters.count_params(parameters.abstract_params(tiny))
+    assert one["weight_gigabytes_per_second"] == pytest.approx(
+        one["tokens_per_second"] * size / 1e9
+    )
+    machine = {"machine": {"busy": False}}
+    benchmark.write(tmp_path, machine | {"decoding": result})
+    assert "figures/decoding.png" in (tmp_path / "report.md").read_text()
 
 
 def test_mixtures_are_measured_side_by_side(tmp_path, monkeypatch):

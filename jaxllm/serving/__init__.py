@@ -1,0 +1,1 @@
+"""Models behind HTTP, for whatever speaks the OpenAI protocol (extra `serve`)."""
