@@ -7,22 +7,15 @@ tokens are in memory at a time.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
+from jaxllm.inference import scoring_steps
 from jaxllm.inference.prompts import SMALLEST, bucket
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder import forward
-from jaxllm.models.inputs import ModelInputs
-from jaxllm.training import losses
-from jaxllm.training.objectives import head_array
 
 
 class Encodes(Protocol):
@@ -65,16 +58,20 @@ def score_continuations(
     *,
     batch_size: int = 16,
     max_length: int | None = None,
+    on_score: Callable[[int, Score], None] | None = None,
 ) -> list[Score]:
     """log p(continuation | context) of every request.
+
+    Where several continuations follow the same context, it is run once.
 
     Args:
       config, params: the model.
       requests: (context, continuation) token ids; neither may be empty (give the context at least
         the beginning-of-sequence token).
       batch_size: sequences run at once.
-      max_length: the longest sequence the model is given; longer ones lose tokens from the left of
-        their context. None = no limit (learned positions: theirs).
+      max_length: the longest sequence of context and continuation; longer ones lose tokens from the
+        left of their context. None = no limit (learned positions: theirs).
+      on_score: called as on_score(index of the request, score) after each batch.
 
     Returns:
       Scores in the order of the requests; they do not depend on the batching.
@@ -83,6 +80,8 @@ def score_continuations(
       ValueError: an empty context or continuation, a token id outside of the vocabulary, or a
         continuation that leaves no room for one token of context.
     """
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1.")
     if max_length is None and config.positions == "learned":
         max_length = config.max_positions
     rows = [
@@ -90,18 +89,27 @@ def score_continuations(
         for number, (context, continuation) in enumerate(requests)
     ]
     scores: list[Score | None] = [None] * len(rows)
-    for batch in _batches(rows, batch_size):
-        log_probs, correct = _run(config, params, [rows[index].tokens for index in batch])
-        for place, index in enumerate(batch):
-            end = len(rows[index].tokens) - 1
-            part = slice(end - rows[index].scored, end)
-            scores[index] = Score(log_probs[place, part], bool(correct[place, part].all()))
+    for indices, log_probs, correct in _run(config, params, rows, batch_size):
+        for place, index in enumerate(indices):
+            scored = rows[index].scored
+            score = Score(log_probs[place, :scored], bool(correct[place, :scored].all()))
+            scores[index] = score
+            if on_score is not None:
+                on_score(index, score)
     return [score for score in scores if score is not None]
 
 
 class _Row(NamedTuple):
     tokens: list[int]
     scored: int
+
+    @property
+    def context(self) -> list[int]:
+        return self.tokens[: -self.scored]
+
+    @property
+    def continuation(self) -> list[int]:
+        return self.tokens[-self.scored :]
 
 
 def _row(config, number, context, continuation, max_length) -> _Row:
@@ -125,48 +133,121 @@ def _row(config, number, context, continuation, max_length) -> _Row:
     return _Row(tokens, len(continuation))
 
 
-def _batches(rows: Sequence[_Row], batch_size: int) -> Iterable[list[int]]:
+def _run(
+    config: ModelConfig, params: Any, rows: Sequence[_Row], batch_size: int
+) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
+    """Runs all rows; yields indices of some, and log probabilities and correctness [R, S]."""
+    groups, alone = _groups(config, rows)
+    for batch in _batches(rows, alone, batch_size):
+        yield batch, *_run_rows(config, params, [rows[index] for index in batch])
+    for shared in _group_batches(rows, groups, batch_size):
+        members = [[rows[index] for index in group] for group in shared]
+        indices = [index for group in shared for index in group]
+        yield indices, *_run_groups(config, params, members)
+
+
+def _groups(config: ModelConfig, rows: Sequence[_Row]) -> tuple[list[list[int]], list[int]]:
+    """Indices of rows whose context runs once for all of them, and of all other rows."""
+    if config.rope.type in ("longrope", "dynamic"):
+        # Frequencies depend on the length of the whole row, also for the tokens in front.
+        return [], list(range(len(rows)))
+    by_context: dict[tuple[int, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        by_context.setdefault(tuple(row.context), []).append(index)
+    groups, alone = [], []
+    for context, indices in by_context.items():
+        if len(indices) > 1 and len(context) >= _MIN_SHARED:
+            groups.append(indices)
+        else:
+            alone += indices
+    return groups, alone
+
+
+_MIN_SHARED = 16  # Tokens of context from which sharing it pays for the second pass.
+
+
+def _batches(rows: Sequence[_Row], indices: list[int], batch_size: int) -> Iterable[list[int]]:
     """Indices of rows by falling length, so that the largest batch runs first."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1.")
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
+    order = sorted(indices, key=lambda index: (-len(rows[index].tokens), -rows[index].scored))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
 
 
-def _run(config, params, sequences: list[list[int]]):
-    """Log probabilities and correctness [rows, T] of token t + 1 given those up to t."""
-    length = bucket(max(map(len, sequences)) - 1, SMALLEST)
-    size = bucket(len(sequences))
-    tokens = np.zeros((size, length), np.int32)
-    targets = np.zeros((size, length), np.int32)
-    segment_ids = np.zeros((size, length), np.int32)
-    for row, ids in enumerate(sequences):
-        tokens[row, : len(ids) - 1] = ids[:-1]
-        targets[row, : len(ids) - 1] = ids[1:]
-        segment_ids[row, : len(ids) - 1] = 1
-    scores = _token_scores(config, params, tokens, targets, segment_ids)
+def _group_batches(
+    rows: Sequence[_Row], groups: list[list[int]], batch_size: int
+) -> Iterable[list[list[int]]]:
+    """Groups that run together: at most `batch_size` rows.
+
+    Continuations of one token have no row of their own, so there the contexts count.
+    """
+    short = [group for group in groups if all(rows[index].scored == 1 for index in group)]
+    long = [
+        group[start : start + batch_size]
+        for group in groups
+        if any(rows[index].scored > 1 for index in group)
+        for start in range(0, len(group), batch_size)
+    ]
+    for pieces, size in ((long, len), (short, lambda group: 1)):
+        batch: list[list[int]] = []
+        for group in sorted(pieces, key=lambda group: -len(rows[group[0]].context)):
+            if sum(map(size, batch)) + size(group) > batch_size:
+                yield batch
+                batch = []
+            batch.append(group)
+        if batch:
+            yield batch
+
+
+def _run_rows(config, params, rows: Sequence[_Row]) -> tuple[np.ndarray, np.ndarray]:
+    """Scores [R, S] of the continuations of whole rows."""
+    size = bucket(len(rows))
+    scored = max(row.scored for row in rows)
+    longest = max(len(row.tokens) for row in rows) - 1
+    width = bucket(longest, SMALLEST)
+    # Where all is scored, the gather is the whole row.
+    scored = width if scored == longest else bucket(scored)
+    scores = scoring_steps.row_scores(
+        config,
+        params,
+        _padded([row.tokens[:-1] for row in rows], size, width),
+        _lengths([len(row.tokens) - 1 for row in rows], size),
+        _lengths([len(row.context) - 1 for row in rows], size, 0),
+        _padded([row.continuation for row in rows], size, scored),
+    )
     return np.asarray(scores.log_probs, np.float64), np.asarray(scores.correct)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _token_scores(
-    config: ModelConfig,
-    params: Any,
-    tokens: Int[Array, "B T"],
-    targets: Int[Array, "B T"],
-    segment_ids: Int[Array, "B T"],
-) -> losses.TokenScores:
-    head, vocab_axis = head_array(params)
-    inputs = ModelInputs(segment_ids=segment_ids)
-    outputs = forward(config, params, tokens, inputs, head=head is None)
-    if head is not None:
-        return losses.token_scores(
-            outputs.hidden, head, targets, vocab_axis=vocab_axis, softcap=config.logit_softcap
-        )
-    logits = jax.nn.log_softmax(outputs.logits)
-    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return losses.TokenScores(at_target, (at_target >= logits.max(-1)).astype(logits.dtype))
+def _run_groups(config, params, groups: list[list[_Row]]) -> tuple[np.ndarray, np.ndarray]:
+    """The same for groups of rows that share their contexts, one group after the other."""
+    contexts = [group[0].context for group in groups]
+    owners = [number for number, group in enumerate(groups) for _ in group]
+    ends = [row.continuation for group in groups for row in group]
+    longest = max(map(len, ends))
+    time = bucket(longest - 1) if longest > 1 else 0
+    count, size = bucket(len(contexts)), bucket(len(ends))
+    scores = scoring_steps.shared_scores(
+        config,
+        params,
+        _padded(contexts, count, bucket(max(map(len, contexts)), SMALLEST)),
+        _lengths(map(len, contexts), count),
+        _lengths(owners, size, 0),
+        _padded([end[:-1] for end in ends], size, time),
+        _lengths([len(end) - 1 for end in ends], size, 0),
+        _padded(ends, size, time + 1),
+    )
+    return np.asarray(scores.log_probs, np.float64), np.asarray(scores.correct)
+
+
+def _padded(rows: Sequence[Sequence[int]], size: int, width: int) -> np.ndarray:
+    array = np.zeros((size, width), np.int32)
+    for row, ids in enumerate(rows):
+        array[row, : len(ids)] = ids
+    return array
+
+
+def _lengths(values: Iterable[int], size: int, padding: int = 1) -> np.ndarray:
+    values = list(values)
+    return np.array(values + [padding] * (size - len(values)), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +402,7 @@ def encode_pair(tokenizer: Encodes, context: str, continuation: str) -> tuple[li
     whole = tokenizer.encode(stripped + context[len(stripped) :] + continuation)
     while before != whole[: len(before)]:
         before = before[:-1]
-    start = _opening(tokenizer)
+    start = opening_tokens(tokenizer)
     if not start and not before:
         opening = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         if opening is None:
@@ -330,7 +411,7 @@ def encode_pair(tokenizer: Encodes, context: str, continuation: str) -> tuple[li
     return [*start, *before], whole[len(before) :]
 
 
-def _opening(tokenizer: Encodes) -> list[int]:
+def opening_tokens(tokenizer: Encodes) -> list[int]:
     """Special tokens that the tokenizer puts before a text."""
     special = tokenizer.encode("", add_special=True)
     # An end-of-sequence token after the (empty) text is none of them.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.inference import scoring
+from jaxllm.inference import scoring, scoring_steps
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import forward
 from jaxllm.models.hf import load_hf
@@ -75,6 +75,34 @@ def test_batching_changes_nothing(model):
     alone = scoring.score_continuations(*model, REQUESTS, batch_size=1)
     for a, b in zip(together, alone, strict=True):
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
+
+
+def test_continuations_of_one_context_equal_the_forward_pass(model, logs, monkeypatch):
+    contexts = [RNG.integers(0, 40, size).tolist() for size in (17, 22, 16, 20)]
+    sizes = [(1, 4, 2, 4), (1, 1, 1, 1, 1), (3, 3), (1,)]
+    requests = [
+        (context, RNG.integers(0, 40, size).tolist())
+        for context, counts in zip(contexts, sizes, strict=True)
+        for size in counts
+    ]
+    rows = []
+    monkeypatch.setattr(
+        scoring.scoring_steps, "row_scores", lambda *args: rows.append(args) or row_scores(*args)
+    )
+    order = RNG.permutation(len(requests))
+    scores = scoring.score_continuations(*model, [requests[i] for i in order], batch_size=4)
+    # Only the context that stands alone runs as a row.
+    assert len(rows) == 1 and rows[0][2].shape[0] == 1
+    for place, score in zip(order, scores, strict=True):
+        context, continuation = requests[place]
+        expected = logs([*context, *continuation])[len(context) - 1 : -1]
+        np.testing.assert_allclose(
+            score.log_probs, expected[np.arange(len(continuation)), continuation], atol=1e-5
+        )
+        assert score.is_greedy == bool((expected.argmax(-1) == continuation).all())
+
+
+row_scores = scoring_steps.row_scores
 
 
 def test_long_contexts_are_cut_on_the_left(model):
@@ -168,10 +196,10 @@ def test_choices(model):
 
 
 def test_few_programs_for_many_lengths(model):
-    before = scoring._token_scores._cache_size()
+    before = scoring_steps.row_scores._cache_size()
     for size in range(2, 32):
         scoring.score_continuations(*model, [([1] * size, [2])] * 16)
-    assert scoring._token_scores._cache_size() - before <= 3
+    assert scoring_steps.row_scores._cache_size() - before <= 3
 
 
 @pytest.mark.parametrize("name", ["stories260k", "babyllama-char105"])
