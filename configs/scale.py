@@ -13,7 +13,7 @@ EXPERIMENT = "experiments.scale"
 ONE_SHOT = True
 VARIANTS = {
     "small": "the tiny model on 4 TPU chips and on 8 GPUs; a minute on 2 CPU cores",
-    "large": "Llama 3 8B and 70B, Mixtral and OLMoE on 64 to 256 chips; ten minutes on 2 CPU cores",
+    "large": "Llama 3 8B and 70B, Mixtral and OLMoE on 64 to 256 chips; 15 minutes on 2 cores",
 }
 
 _SMALL = (
@@ -31,6 +31,25 @@ _LARGE = (
         "v5p:4x4x4",
         f"mesh.expert=1 {_COMPARED}",
     ),
+    # How temporaries grow: twice the rows, twice the row, four times the devices.
+    (
+        "8B, one sequence a chip",
+        "pretrain:llama3_8b",
+        "v5p:4x4x4",
+        "mesh.tensor=1 data.batch_size=128 model.remat=full",
+    ),
+    (
+        "8B, one sequence a chip",
+        "pretrain:llama3_8b",
+        "v5p:4x4x4",
+        "mesh.tensor=1 data.batch_size=64 data.row_length=8192 model.remat=full",
+    ),
+    (
+        "8B, one sequence a chip",
+        "pretrain:llama3_8b",
+        "v5p:8x8x4",
+        "mesh.tensor=1 data.batch_size=256 model.remat=full",
+    ),
     ("8B", "pretrain:llama3_8b", "v5p:4x4x4", ""),
     ("8B", "pretrain:llama3_8b", "v5p:8x4x4", ""),
     ("8B", "pretrain:llama3_8b", "v5p:8x8x4", ""),
@@ -44,6 +63,12 @@ _LARGE = (
         "pretrain:llama3_8b",
         "v5p:8x8x4",
         "mesh.context=8 data.row_length=32768 data.batch_size=16 model.remat=full",
+    ),
+    (
+        "8B, rows of 128k",
+        "pretrain:llama3_8b",
+        "v5p:8x8x4",
+        "mesh.context=16 data.row_length=131072 data.batch_size=4 model.remat=full",
     ),
 )
 

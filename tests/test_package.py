@@ -44,10 +44,16 @@ def names(requirements: list[str]) -> set[str]:
     return {re.match(r"[\w.-]+", r).group().lower().replace("_", "-") for r in requirements}
 
 
+# Packages that are of no use without their extra.
+ONLY_WITH_EXTRA = (ROOT / "jaxllm" / "serving",)
+
+
 def imported_modules(package: str, top_level_only: bool) -> set[str]:
     """Roots of the modules that a package's files import."""
     found = set()
     for path in (ROOT / package).rglob("*.py"):
+        if top_level_only and path.parent in ONLY_WITH_EXTRA:
+            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in tree.body if top_level_only else ast.walk(tree):
             if isinstance(node, ast.Import):
