@@ -39,8 +39,10 @@ def get_config(variant: str = "tiny") -> ml_collections.ConfigDict:
         # Trained on the first, tested on all.
         config.toy.lengths = (64, 128, 256)
         config.toy.rows_per_task = 8
+        # Too few for copying: on 32 words the loss starts to fall after 450 steps, and after 1000
+        # no task is solved yet. The report then says that the claim does not hold.
         config.toy.steps = 1200
-        config.toy.learning_rate = 1e-3
+        config.toy.learning_rate = 3e-3
         config.toy.warmup_steps = 50
         config.toy.weight_decay = 0.01
         config.toy.log_every = 20

@@ -229,6 +229,22 @@ def test_corrupt_or_missing_config_is_refused(broken):
         load_hf(folder)
 
 
+def test_generation_stops_where_generation_config_says(broken):
+    folder, _ = broken
+    config, _ = load_hf(folder)
+    path = folder / "generation_config.json"
+    for given, expected in (
+        ({}, config.eos_token_ids),
+        ({"eos_token_id": 3}, (3,)),
+        ({"eos_token_id": [1, 2]}, (1, 2)),
+    ):
+        path.write_text(json.dumps(given))
+        assert load_hf(folder)[0].eos_token_ids == expected
+    path.write_text(json.dumps({"eos_token_id": [config.vocab_size]}))
+    with pytest.raises(CheckpointError, match=r"generation_config.json has eos_token_id"):
+        load_hf(folder)
+
+
 def test_an_index_that_does_not_fit_is_refused(saved, tmp_path):
     folder = tmp_path / "indexed"
     shutil.copytree(saved("plain")[0], folder)

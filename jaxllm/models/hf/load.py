@@ -61,12 +61,30 @@ def load_hf(
 
         config, family, source = open_gguf(path)
     else:
-        config = config_from_hf(read_json(path / "config.json"))
+        config = _with_generation_stops(config_from_hf(read_json(path / "config.json")), path)
         family, source = family_of(config), SafetensorsFolder(path)
     try:
         return _load(config, family, source, mesh, dtype, rules, dict(config_overrides or {}))
     finally:
         source.close()
+
+
+def _with_generation_stops(config: ModelConfig, folder: pathlib.Path) -> ModelConfig:
+    """The config with the end-of-sequence tokens of generation_config.json, if there are any.
+
+    Generation in transformers stops at these, which often are more than those of config.json (the
+    end of a turn in a chat).
+    """
+    path = folder / "generation_config.json"
+    stops = read_json(path).get("eos_token_id") if path.exists() else None
+    if stops is None:
+        return config
+    stops = stops if isinstance(stops, list) else [stops]
+    if not all(isinstance(stop, int) and 0 <= stop < config.vocab_size for stop in stops):
+        raise CheckpointError(
+            f"{path} has eos_token_id {stops}, expected ids below {config.vocab_size}."
+        )
+    return config.replace(eos_token_ids=tuple(stops))
 
 
 def _load(
