@@ -99,9 +99,9 @@ def test_remat_changes_no_gradient(models, tokens, policy):
         return jnp.square(forward(config, params, tokens).logits).mean()
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    chex.assert_trees_all_close(
-        gradient(params, config.replace(remat=policy)), gradient(params, config), rtol=1e-5
-    )
+    recomputed, kept = gradient(params, config.replace(remat=policy)), gradient(params, config)
+    # Some entries are small differences of terms around 1e-2, rounded in another order.
+    chex.assert_trees_all_close(recomputed, kept, rtol=1e-5, atol=1e-6)
 
 
 def test_linen_shell_initialises_with_logical_axes_and_applies(llama, tokens, run):
