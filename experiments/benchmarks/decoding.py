@@ -8,6 +8,7 @@ time of the prompt is in it, on both sides.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import statistics
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from experiments.benchmarks.training import bind_to_cores
+from experiments.benchmarks.turns import take_turns
 
 MODELS = ("llama_15m", "smollm2_135m")
 
@@ -61,12 +63,8 @@ def measure(
             prompts = rng.integers(0, size, (batch_size, prompt)).tolist()
             sides = {"jaxllm": ours} | ({"transformers": theirs} if theirs else {})
             answers = {side: run(prompts) for side, run in sides.items()}
-            seconds: dict[str, list[float]] = {side: [] for side in sides}
-            for _ in range(rounds):
-                for side, run in sides.items():
-                    start = time.perf_counter()
-                    run(prompts)
-                    seconds[side].append(time.perf_counter() - start)
+            turns = {side: functools.partial(run, prompts) for side, run in sides.items()}
+            seconds = take_turns(turns, rounds)
             rates = {
                 side: batch_size * new_tokens / statistics.median(values)
                 for side, values in seconds.items()

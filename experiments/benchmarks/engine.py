@@ -9,13 +9,13 @@ The sides take turns, so that a busy machine slows both alike.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from experiments.benchmarks.training import bind_to_cores
+from experiments.benchmarks.turns import take_turns
 
 
 def measure(
@@ -51,12 +51,7 @@ def measure(
     sizes = rng.integers(1, longest_prompt + 1, num_requests).tolist()
     sides = functions(model, lengths, sizes, num_slots)
     answers = {side: run() for side, run in sides.items()}  # compiles
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side, run in sides.items():
-            start = time.perf_counter()
-            run()
-            seconds[side].append(time.perf_counter() - start)
+    seconds = take_turns(sides, rounds)
     engine, static = (statistics.median(seconds[side]) for side in ("engine", "static"))
     longest = [max(lengths[i : i + num_slots]) for i in range(0, num_requests, num_slots)]
     pairs = zip(seconds["static"], seconds["engine"], strict=True)

@@ -7,9 +7,10 @@ decoding steps. The sides take turns, so that a busy machine slows both alike.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
+
+from experiments.benchmarks.turns import take_turns
 
 # Name: (experts, experts a token, tokens, width, hidden width, with gradients).
 SHAPES = {
@@ -39,12 +40,7 @@ def measure(*, rounds: int = 5, shapes: tuple[str, ...] = tuple(SHAPES)) -> dict
         sides = functions(*SHAPES[name])
         for run in sides.values():
             run()
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
-        for _ in range(rounds):
-            for side, run in sides.items():
-                start = time.perf_counter()
-                run()
-                seconds[side].append(time.perf_counter() - start)
+        seconds = take_turns(sides, rounds)
         every, grouped = (statistics.median(seconds[side]) for side in ("every", "grouped"))
         results[name] = {
             "every_ms": 1e3 * every,

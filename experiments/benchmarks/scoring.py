@@ -7,16 +7,17 @@ busy machine slows both alike.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import pathlib
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
 from experiments.benchmarks import training
+from experiments.benchmarks.turns import take_turns
 
 Request = tuple[None, list[int], list[int]]
 
@@ -86,12 +87,8 @@ def compare_sides(
     """Times the sides in turn after a first, untimed call each (which compiles)."""
     tokens = sum(len(context) + len(continuation) for _, context, continuation in asked)
     answers = {name: score(asked) for name, score in sides.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, score in sides.items():
-            start = time.perf_counter()
-            score(asked)
-            seconds[name].append(time.perf_counter() - start)
+    turns = {name: functools.partial(score, asked) for name, score in sides.items()}
+    seconds = take_turns(turns, rounds)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     found: dict[str, Any] = {
         f"{name}_tokens_per_second": tokens / median for name, median in medians.items()

@@ -6,14 +6,16 @@ number of threads, are warmed up, and take turns, so that a busy machine slows b
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from experiments.benchmarks.turns import take_turns
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 3e-4, 0.1, 1.0
 
@@ -44,13 +46,11 @@ def measure(
     for step in sides.values():
         for _ in range(2):
             step()
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, step in sides.items():
-            start = time.perf_counter()
-            for _ in range(steps):
-                step()
-            times[name].append((time.perf_counter() - start) / steps)
+    turns = {name: functools.partial(_repeat, step, steps) for name, step in sides.items()}
+    times = {
+        name: [seconds / steps for seconds in of_side]
+        for name, of_side in take_turns(turns, rounds).items()
+    }
     tokens = batch_size * length
     result: dict[str, Any] = {
         name: {
@@ -70,6 +70,11 @@ def measure(
         need = f"{' and '.join(missing)} missing: pip install 'jaxllm[bench]'"
         result["comparison_left_out"] = need if compare else "not asked for"
     return result
+
+
+def _repeat(step: Callable[[], None], steps: int) -> None:
+    for _ in range(steps):
+        step()
 
 
 def bind_to_cores(threads: int) -> None:

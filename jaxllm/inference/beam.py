@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.inference import prompts as prompts_lib
-from jaxllm.inference.prefill import decode_step, longrope_set, prefill, take_rows
+from jaxllm.inference.prefill import decode_step, longrope_set, prefill
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.kv_cache import CachePolicy, DensePolicy
+from jaxllm.models.kv_cache import CachePolicy, DensePolicy, take_rows
 
 _NEVER = -1e9  # Score of a beam that does not exist.
 

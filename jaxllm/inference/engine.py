@@ -23,7 +23,7 @@ from jaxllm.inference import engine_slots, stopping
 from jaxllm.inference import prompts as prompts_lib
 from jaxllm.inference.engine_slots import MAX_STOP_TOKENS, NO_TOKEN, Arrivals, Burst
 from jaxllm.inference.generate import Completion
-from jaxllm.inference.sampling import SamplingConfig
+from jaxllm.inference.sampling import SamplingConfig, check_key
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.kv_cache import CachePolicy, DensePolicy
 
@@ -154,8 +154,7 @@ class Engine:
                 f"a prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens make "
                 f"{total}, more than max_length={self.max_length}."
             )
-        if request.sampling.temperature > 0 and request.key is None:
-            raise ValueError("sampling with temperature > 0 needs a key (jax.random.key(seed)).")
+        check_key(request.sampling, request.key)
         stopping.check_stop_strings(request.stop_strings, self.tokenizer)
         if len(self._stop_tokens(request)) > MAX_STOP_TOKENS:
             raise ValueError(

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
 from jaxllm.inference.prefill import decode_step, longrope_set, prefill
-from jaxllm.inference.sampling import SamplingConfig, choose, process_logits
+from jaxllm.inference.sampling import SamplingConfig, choose, process_logits, seen_in_prompts
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.kv_cache import CachePolicy, compact, put_rows
 
@@ -198,10 +198,6 @@ def begin(
         cache_policy=cache_policy,
         chunk=prefill_chunk,
     )
-    size, padded = tokens.shape
-    # Padding is written beyond the vocabulary, and dropped.
-    ids = jnp.where(jnp.arange(padded) < lengths[:, None], tokens, config.vocab_size)
-    seen = jnp.zeros((size, config.vocab_size), bool)
     rows = Rows(
         tokens=lengths,
         positions=lengths - 1,
@@ -210,7 +206,7 @@ def begin(
         stop_tokens=arriving.stop_tokens,
         keys=jax.random.wrap_key_data(arriving.keys),
         options=arriving.options,
-        seen=seen.at[jnp.arange(size)[:, None], ids].set(True, mode="drop"),
+        seen=seen_in_prompts(jnp.asarray(tokens), lengths, config.vocab_size),
         rope_set=rope_set,
     )
     rows, log_probs = _choose(rows, logits)

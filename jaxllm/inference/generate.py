@@ -18,12 +18,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxllm.inference import prompts as prompts_lib
-from jaxllm.inference.prefill import decode_step, longrope_set, prefill, take_rows
-from jaxllm.inference.sampling import SamplingConfig, choose, process_logits
+from jaxllm.inference.prefill import decode_step, longrope_set, prefill
+from jaxllm.inference.sampling import (
+    SamplingConfig,
+    check_key,
+    choose,
+    process_logits,
+    seen_in_prompts,
+)
 from jaxllm.inference.stopping import Decodes, check_stop_strings, cut_text, find_stop
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.host import to_host
-from jaxllm.models.kv_cache import CachePolicy, DensePolicy
+from jaxllm.models.kv_cache import CachePolicy, DensePolicy, take_rows
 
 CHECK_EVERY = 16  # Decoding steps between looks at stop strings and calls of `on_tokens`.
 
@@ -135,14 +141,10 @@ def sample(
     """
     sampling = SamplingConfig() if sampling is None else sampling
     prompts_lib.check_prompts(config, prompts, max_new_tokens)
-    if sampling.temperature > 0 and key is None:
-        raise ValueError("sampling with temperature > 0 needs a key (jax.random.key(seed)).")
+    check_key(sampling, key)
     check_stop_strings(stop_strings, tokenizer)
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} must be at least 1.")
-    row_ids = range(len(prompts)) if row_ids is None else row_ids
-    if len(row_ids) != len(prompts):
-        raise ValueError(f"{len(row_ids)} row_ids do not fit {len(prompts)} prompts.")
     text = "" if tokenizer is not None else None
     if not prompts or max_new_tokens == 0:
         return [[Completion([], [], "length", text)] * num_samples for _ in prompts]
@@ -150,8 +152,7 @@ def sample(
     cache_policy = DensePolicy() if cache_policy is None else cache_policy
     params = cache_policy.split(config, params)
     padded = prompts_lib.pad_prompts(prompts)
-    ids = np.zeros(len(padded.lengths), np.uint32)
-    ids[: padded.rows] = row_ids
+    ids = prompts_lib.pad_row_ids(row_ids, len(prompts), len(padded.lengths))
     state = _start(
         config,
         params,
@@ -263,11 +264,7 @@ def _start(
     )
     seen = None
     if "repetition_penalty" in values:
-        inside = jnp.arange(padded) < lengths[:, None]
-        # Padding is written beyond the vocabulary, and dropped.
-        ids = jnp.where(inside, tokens, config.vocab_size)
-        seen = jnp.zeros((batch, config.vocab_size), bool)
-        seen = seen.at[jnp.arange(batch)[:, None], ids].set(True, mode="drop")
+        seen = seen_in_prompts(tokens, lengths, config.vocab_size)
     rows = jnp.repeat(jnp.arange(batch), num_samples)
     if num_samples > 1:
         logits, cache = logits[rows], take_rows(cache, rows)

@@ -11,9 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import forward, logits_from_hidden
 from jaxllm.models.inputs import ModelInputs
-from jaxllm.models.kv_cache import CachePolicy, DensePolicy, compact, constrain, take_rows
-
-__all__ = ["decode_step", "longrope_set", "prefill", "take_rows"]
+from jaxllm.models.kv_cache import CachePolicy, DensePolicy, compact, constrain
 
 
 def longrope_set(config: ModelConfig, totals: Int[Array, " B"]) -> Int[Array, " B"] | None:

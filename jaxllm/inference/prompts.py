@@ -45,6 +45,25 @@ def pad_prompts(prompts: Sequence[Sequence[int]]) -> Padded:
     return Padded(tokens, np.array(lengths + padding, np.int32), len(prompts))
 
 
+def pad_row_ids(row_ids: Sequence[int] | None, prompts: int, rows: int) -> np.ndarray:
+    """What the randomness of each row is derived from: [rows] uint32, 0 where padded.
+
+    Args:
+      row_ids: of the prompts; None = 0, 1, 2, ...
+      prompts: how many there are.
+      rows: padded number.
+
+    Raises:
+      ValueError: not one id a prompt.
+    """
+    row_ids = range(prompts) if row_ids is None else row_ids
+    if len(row_ids) != prompts:
+        raise ValueError(f"{len(row_ids)} row_ids do not fit {prompts} prompts.")
+    ids = np.zeros(rows, np.uint32)
+    ids[:prompts] = row_ids
+    return ids
+
+
 def check_prompts(
     config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> None:

@@ -119,6 +119,27 @@ def process_logits(
     return logits
 
 
+def seen_in_prompts(
+    tokens: Int[Array, "R P"], lengths: Int[Array, " R"], vocab_size: int
+) -> Bool[Array, "R V"]:
+    """Which tokens each right-padded prompt holds: what the repetition penalty begins with."""
+    rows, width = tokens.shape
+    # Padding is written beyond the vocabulary, and dropped.
+    ids = jnp.where(jnp.arange(width) < lengths[:, None], tokens, vocab_size)
+    seen = jnp.zeros((rows, vocab_size), bool)
+    return seen.at[jnp.arange(rows)[:, None], ids].set(True, mode="drop")
+
+
+def check_key(sampling: SamplingConfig, key: PRNGKeyArray | None) -> None:
+    """Refuses sampling without randomness.
+
+    Raises:
+      ValueError: the temperature is above 0, and there is no key.
+    """
+    if sampling.temperature > 0 and key is None:
+        raise ValueError("sampling with temperature > 0 needs a key (jax.random.key(seed)).")
+
+
 def choose(
     keys: PRNGKeyArray, logits: Float[Array, "R V"], values: dict[str, Array]
 ) -> Int[Array, " R"]:

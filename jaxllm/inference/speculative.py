@@ -28,7 +28,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxllm.inference import prompts as prompts_lib
 from jaxllm.inference.generate import Completion
 from jaxllm.inference.prefill import decode_step, longrope_set, prefill
-from jaxllm.inference.sampling import SamplingConfig, choose, process_logits
+from jaxllm.inference.sampling import (
+    SamplingConfig,
+    check_key,
+    choose,
+    process_logits,
+    seen_in_prompts,
+)
 from jaxllm.inference.stopping import Decodes
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import forward
@@ -113,19 +119,14 @@ def speculate(
     _check(config, draft_config, num_draft, cache_policy)
     for model in (config, draft_config):
         prompts_lib.check_prompts(model, prompts, max_new_tokens)
-    if sampling.temperature > 0 and key is None:
-        raise ValueError("sampling with temperature > 0 needs a key (jax.random.key(seed)).")
-    row_ids = range(len(prompts)) if row_ids is None else row_ids
-    if len(row_ids) != len(prompts):
-        raise ValueError(f"{len(row_ids)} row_ids do not fit {len(prompts)} prompts.")
+    check_key(sampling, key)
     if not prompts or max_new_tokens == 0:
         text = None if tokenizer is None else ""
         none = np.zeros(len(prompts), np.int32)
         return Speculation([Completion([], [], "length", text) for _ in prompts], none, none, none)
     stops = tuple(config.eos_token_ids if stop_tokens is None else stop_tokens)
     padded = prompts_lib.pad_prompts(prompts)
-    ids = np.zeros(len(padded.lengths), np.uint32)
-    ids[: padded.rows] = row_ids
+    ids = prompts_lib.pad_row_ids(row_ids, len(prompts), len(padded.lengths))
     state = _run(
         config,
         params,
@@ -242,10 +243,7 @@ def _run(
         )
         seen = None
         if "repetition_penalty" in values:
-            inside = jnp.arange(padded) < lengths[:, None]
-            ids = jnp.where(inside, tokens, config.vocab_size)
-            seen = jnp.zeros((batch, config.vocab_size), bool)
-            seen = seen.at[rows[:, None], ids].set(True, mode="drop")
+            seen = seen_in_prompts(tokens, lengths, config.vocab_size)
         count = jnp.zeros(batch, jnp.int32)
         first = choose(_keys(keys, count, _DRAW), process_logits(logits, values, seen), values)
         state = _State(

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from experiments import benchmark, config_files, launch
-from experiments.benchmarks import decoding, moe, pipeline, startup, training
+from experiments.benchmarks import decoding, moe, pipeline, startup, training, turns
 from jaxllm.models import parameters
 from jaxllm.models.config import ModelConfig
 
@@ -40,7 +40,7 @@ def test_training_suite_reports_the_ratio_of_medians(monkeypatch):
     monkeypatch.setattr(training, "jax_step", lambda *a: fake("jaxllm"))
     monkeypatch.setattr(training, "torch_step", lambda *a: fake("transformers"))
     monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(training.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: next(clock))
     result = training.measure(batch_size=2, length=5, rounds=3, steps=1)
     assert result["jaxllm"]["seconds_per_step"] == [1, 1, 4]
     assert result["speedup"] == 3 / 1
