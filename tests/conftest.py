@@ -14,6 +14,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     ).strip()
 
 import hypothesis
+import jax
 import numpy as np
 import pytest
 
@@ -47,3 +48,14 @@ def golden():
             return dict(arrays)
 
     return read
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Leaves out most of the compiler's optimisations: half the time for programs that run once.
+
+    For tests of what is computed, not of speed, memory or the compiled program.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
