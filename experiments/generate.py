@@ -11,15 +11,18 @@ from typing import Any
 
 import jax
 import ml_collections
+from jax.sharding import Mesh
 
 from experiments import report
 from experiments.errors import UsageError
+from jaxllm.compilation.analysis import Work
 from jaxllm.data import chat
 from jaxllm.data.errors import DataError
 from jaxllm.data.tokenizers import Tokenizer, load_tokenizer
-from jaxllm.inference.generate import generate
-from jaxllm.models import hf, parameters, quantized
+from jaxllm.inference.generate import generate, lower
+from jaxllm.models import hf, parameters, presets, quantized
 from jaxllm.models.config import ModelConfig
+from jaxllm.training import flops, sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,68 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         page.code(f"> {entry['prompt']}\n{entry['answer']}")
     page.write()
     return {"model": config.model, "loading_seconds": loading, "answers": answers}
+
+
+def lower_steps(
+    config: ml_collections.ConfigDict, mesh: Mesh | None = None
+) -> dict[str, jax.stages.Lowered]:
+    """Lowers prefill and decoding of `config.compiled` from shapes alone: nothing is allocated.
+
+    Raises:
+      UsageError: an unknown preset.
+    """
+    model, options = _compiled_model(config), config.compiled
+
+    def build() -> Any:
+        tree = parameters.init_params(model, jax.random.key(0))
+        if not config.quantize_bits:
+            return tree
+        return quantized.quantize_params(tree, config.quantize_bits, config.group_size)
+
+    params = jax.eval_shape(build)
+    if mesh is not None:
+        placed = sharding.named_shardings(params, parameters.logical_axes(model, params), mesh)
+        params = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params, placed
+        )
+    with sharding.use(mesh):
+        return lower(
+            model,
+            params,
+            batch_size=options.batch_size,
+            prompt_length=options.prompt_length,
+            max_new_tokens=options.max_new_tokens,
+            prefill_chunk=options.prefill_chunk,
+        )
+
+
+def step_work(config: ml_collections.ConfigDict) -> dict[str, Work]:
+    """What each of `lower_steps` is for; of decoding one turn of the loop, at the full length."""
+    model, options = _compiled_model(config), config.compiled
+    rows, length = options.batch_size, options.prompt_length
+    full = length + options.max_new_tokens
+    count = parameters.count_params(parameters.abstract_params(model))
+    # Forward only: a third of training. The newest token sees all others, on average a token of a
+    # row of twice the length does.
+    return {
+        "prefill": Work(count, rows * length, flops.flops_per_token(model, length) / 3, rows=rows),
+        "decode": Work(count, rows, flops.flops_per_token(model, 2 * full) / 3, rows=rows),
+    }
+
+
+def _compiled_model(config: ml_collections.ConfigDict) -> ModelConfig:
+    try:
+        model = presets.preset(config.compiled.preset)
+    except KeyError as error:
+        raise UsageError(f"compiled.preset: {error.args[0]}") from error
+    dtype = config.compiled.dtype
+    length = config.compiled.prompt_length + config.compiled.max_new_tokens
+    return model.replace(
+        param_dtype=dtype,
+        compute_dtype=dtype,
+        remat="none",
+        max_positions=max(model.max_positions, length),
+    )
 
 
 def dialogue(engine: Engine, options: ml_collections.ConfigDict) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxllm.inference import prompts as prompts_lib
@@ -29,7 +30,8 @@ from jaxllm.inference.sampling import (
 from jaxllm.inference.stopping import Decodes, check_stop_strings, cut_text, find_stop
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.host import to_host
-from jaxllm.models.kv_cache import CachePolicy, DensePolicy, take_rows
+from jaxllm.models.kv_cache import CachePolicy, DensePolicy, stacked_spec, take_rows
+from jaxllm.models.placement import active_spec
 
 CHECK_EVERY = 16  # Decoding steps between looks at stop strings and calls of `on_tokens`.
 
@@ -182,6 +184,76 @@ def sample(
         if until >= max_new_tokens or bool(state.done.all()):
             return watch.completions(state, max_new_tokens)
         until = min(until + CHECK_EVERY, max_new_tokens)
+
+
+def lower(
+    config: ModelConfig,
+    params: Any,
+    *,
+    batch_size: int,
+    prompt_length: int,
+    max_new_tokens: int,
+    cache_policy: CachePolicy | None = None,
+    prefill_chunk: int | None = None,
+) -> dict[str, jax.stages.Lowered]:
+    """The two programs of `sample` for greedy decoding, lowered from shapes alone.
+
+    Rows and caches lie on the active mesh (`jaxllm.training.sharding.use`) by its rules.
+
+    Args:
+      config: the model.
+      params: its `ShapeDtypeStruct`s, with shardings on a mesh.
+      batch_size, prompt_length, max_new_tokens: B, P, N.
+      cache_policy, prefill_chunk: as for `sample`.
+
+    Returns:
+      "prefill", with the first token, and "decode", the loop over the others.
+    """
+    policy = DensePolicy() if cache_policy is None else cache_policy
+    params = policy.split(config, params)
+    mesh = jax.sharding.get_mesh()
+
+    def placed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sharding = None if mesh.empty else NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def rows(leaf: Any) -> jax.ShapeDtypeStruct:
+        names = ("batch", *(None,) * len(leaf.shape))[: len(leaf.shape)]
+        return placed(leaf, active_spec(leaf.shape, names))
+
+    whole = functools.partial(placed, spec=PartitionSpec())
+    numbers = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
+    key = whole(jax.eval_shape(lambda: jax.random.key(0)))
+    scalar = whole(jax.ShapeDtypeStruct((), jnp.int32))
+    values = jax.tree.map(whole, SamplingConfig().values())
+    start = (
+        config,
+        params,
+        rows(jax.ShapeDtypeStruct((batch_size, prompt_length), jnp.int32)),
+        rows(numbers),
+        rows(jax.ShapeDtypeStruct((batch_size,), jnp.bool_)),
+        rows(numbers),
+        scalar,
+        key,
+        values,
+        policy,
+    )
+    options = {
+        "num_samples": 1,
+        "prefill_chunk": prefill_chunk,
+        "capacity": prompts_lib.bucket(max_new_tokens, prompts_lib.SMALLEST),
+        "stop_tokens": config.eos_token_ids,
+    }
+    state = _start.eval_shape(*start, **options)
+    cache = jax.tree.map(lambda leaf: placed(leaf, stacked_spec(leaf)), state.cache)
+    state = dataclasses.replace(
+        jax.tree.map(rows, dataclasses.replace(state, cache=())), cache=cache
+    )
+    stops = {"stop_tokens": config.eos_token_ids}
+    return {
+        "prefill": _start.lower(*start, **options),
+        "decode": _continue.lower(config, params, state, scalar, values, **stops),
+    }
 
 
 @flax.struct.dataclass

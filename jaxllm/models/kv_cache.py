@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Self
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.models import mesh_attention
@@ -154,11 +155,16 @@ def constrain(caches: tuple[KVCache, ...]) -> tuple[KVCache, ...]:
     """Lays stacked caches over the active mesh by its rules for rows and key heads."""
 
     def place(leaf: Array) -> Array:
-        heads = "act_kv_heads" if leaf.ndim > 3 else None
-        names = (None, "batch", heads, *(None,) * leaf.ndim)[: leaf.ndim]
-        return jax.lax.with_sharding_constraint(leaf, active_spec(leaf.shape, names))
+        return jax.lax.with_sharding_constraint(leaf, stacked_spec(leaf))
 
     return caches if on_one_device() else jax.tree.map(place, caches)
+
+
+def stacked_spec(leaf: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
+    """How a leaf [L, B, ...] of stacked caches lies on the active mesh."""
+    heads = "act_kv_heads" if leaf.ndim > 3 else None
+    names = (None, "batch", heads, *(None,) * leaf.ndim)[: leaf.ndim]
+    return active_spec(leaf.shape, names)
 
 
 def new_tokens(context: Context) -> Bool[Array, "B T"]:

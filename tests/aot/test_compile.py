@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from experiments import config_files, pretrain
+from experiments import config_files, launch, pretrain
 from tests.aot.programs import MICRO, compile_for, needs_cuda_plugin, needs_libtpu
 
 LAYERS, WIDTH = 3, 128
@@ -90,3 +90,24 @@ def test_tensor_and_fsdp_axes_together(tmp_path):
     result = compile_for(tmp_path, "v5e:4x4", "mesh.tensor=2", "data.batch_size=16")
     assert result["mesh"] == {"fsdp": 8, "tensor": 2}
     assert json.loads((tmp_path / "topology.json").read_text()) == result
+
+
+@needs_libtpu
+@pytest.mark.aot
+def test_prefill_and_decoding_for_four_tpu_chips(tmp_path):
+    """Two programs a batch; rounded weights need less memory."""
+    small = ("compiled.preset=llama_15m", "compiled.batch_size=4", "compiled.prompt_length=64")
+    small += ("compiled.max_new_tokens=32", "mesh.tensor=2", "mesh.data=2")
+    results = {}
+    for bits in (0, 4):
+        folder = tmp_path / str(bits)
+        arguments = [f"--config.{o}" for o in (*small, f"quantize_bits={bits}")]
+        command = ["--config", "generate:tiny", "--topology=v5e:2x2", "--workdir", str(folder)]
+        assert launch.main([*command, *arguments]) == 0
+        results[bits] = json.loads((folder / "topology.json").read_text())["steps"]
+    for steps in results.values():
+        assert set(steps) == {"prefill", "decode"}
+        assert steps["prefill"]["tokens"] == 4 * 64 and steps["decode"]["tokens"] == 4
+        assert all(step["memory"]["fits"] for step in steps.values())
+    held = [results[bits]["decode"]["memory"]["arguments"] for bits in (0, 4)]
+    assert held[1] < held[0]

@@ -23,8 +23,8 @@ def refused(capsys, *arguments: str) -> str:
 def test_wrong_names_are_usage_errors(capsys, tmp_path):
     start = ("--workdir", str(tmp_path / "w"), "--config")
     assert "unknown chip 'v9'" in refused(capsys, *start, "pretrain", "--topology=v9:2x2")
-    line = refused(capsys, *start, "generate:tiny", "--topology=v5e:2x2")
-    assert "no lower_steps" in line and "have: pretrain" in line
+    line = refused(capsys, *start, "small_sample_stats", "--topology=v5e:2x2")
+    assert "no lower_steps" in line and "have: generate, pretrain" in line
     assert "no config key" in refused(
         capsys, *start, "pretrain", "--topology=v5e:2x2", "--config.model.wide=1"
     )
