@@ -8,6 +8,9 @@ import pathlib
 # Before jax is imported anywhere: it reads these once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Most of the time of the tests is compilation; without most optimisations it takes half as long.
+# JAX_DISABLE_MOST_OPTIMIZATIONS=0 tests what users run.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -18,6 +21,7 @@ import jax
 import numpy as np
 import pytest
 
+QUICK_COMPILATION = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 hypothesis.settings.register_profile(
@@ -51,11 +55,8 @@ def golden():
 
 
 @pytest.fixture(scope="module")
-def quick_compilation():
-    """Leaves out most of the compiler's optimisations: half the time for programs that run once.
-
-    For tests of what is computed, not of speed, memory or the compiled program.
-    """
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+def full_optimization():
+    """Compiles as users do, for tests of memory or of the compiled program."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", QUICK_COMPILATION)

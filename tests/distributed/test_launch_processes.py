@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -58,6 +59,26 @@ def test_two_processes_leave_what_one_does(tmp_path, monkeypatch):
         np.testing.assert_allclose(curves[0][name][1], curves[1][name][1], rtol=0, atol=1e-5)
     params = [hf.load_hf(tmp_path / name / "model")[1] for name in ("one", "two")]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), *params)
+
+
+def test_a_preemption_notice_to_one_process_saves_and_ends_all(tmp_path):
+    """SIGTERM to the second: both save the same step and end with 0; the next start goes on."""
+
+    def steps_logged():
+        file = tmp_path / "out" / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    saved = []
+    for _ in range(2):
+        begun = steps_logged()
+        with start(tmp_path, "out", train__steps=10**6) as running:
+            processes.wait_for(lambda begun=begun: steps_logged() > begun + 2, running)
+            running[1].send_signal(signal.SIGTERM)
+            first, _ = processes.ended(running, tmp_path)
+        assert "interrupted: " in first
+        folders = (tmp_path / "out" / "checkpoints").iterdir()
+        saved.append(max(int(folder.name) for folder in folders if folder.name.isdecimal()))
+    assert 0 < saved[0] < saved[1]
 
 
 def test_what_fails_on_the_first_ends_all(tmp_path):

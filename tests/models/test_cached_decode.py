@@ -21,7 +21,6 @@ from jaxllm.training import sharding
 from tests.parity.family_models import CASES
 
 TIME, NEW, SLOTS = 12, 3, 14
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LENGTHS = jnp.array([9, 4])
 # Rows of a larger cache that the prompts are put into; the others stand idle.

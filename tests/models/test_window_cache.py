@@ -15,8 +15,6 @@ from jaxllm.models.kv_cache import DensePolicy
 from jaxllm.models.positions import rope_tables, rotate
 from jaxllm.models.window_cache import SlidingWindowPolicy, WindowCache
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = ModelConfig(
     vocab_size=8,
     embed_dim=32,
