@@ -17,11 +17,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     ).strip()
 
 import hypothesis
-import jax
 import numpy as np
 import pytest
 
-QUICK_COMPILATION = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 hypothesis.settings.register_profile(
@@ -52,11 +50,3 @@ def golden():
             return dict(arrays)
 
     return read
-
-
-@pytest.fixture(scope="module")
-def full_optimization():
-    """Compiles as users do, for tests of memory or of the compiled program."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", QUICK_COMPILATION)
