@@ -48,9 +48,10 @@ def _kernel(heads: int, time: int, block: int, mask: Mask, interpret: bool) -> A
     else:
         visible = masks.CausalMask(shape) if mask.causal else masks.FullMask(shape)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    sizes: dict[str, Any] = {f"block_{name}": block for name in names}
     return splash.make_splash_mha_single_device(
         masks.MultiHeadMask([visible] * heads),
-        block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
+        block_sizes=splash.BlockSizes(**sizes),
         attn_logits_soft_cap=mask.softcap,
         interpret=interpret,
     )
