@@ -38,8 +38,9 @@ quick: $(VENV)/.test
 aot: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot $(PYTEST_ARGS)
 
+# Compiled as users do, unlike the other tests.
 parity: $(VENV)/.parity
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile -m parity $(PYTEST_ARGS)
+	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -n 2 --dist loadfile -m parity $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
