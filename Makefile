@@ -14,7 +14,7 @@ TORCH ?= torch==2.13.0
 CONFIG ?= configs/pretrain.py
 ARGS ?=
 PYTEST_ARGS ?=
-QUICK ?= tests/test_package.py tests/test_readme.py tests/data tests/inference tests/models \
+QUICK ?= tests/test_package.py tests/test_readme.py tests/data tests/inference tests/kernels tests/models \
   tests/training/test_step.py tests/training/test_loop.py \
   tests/experiments/test_launch.py tests/experiments/test_generate.py
 
