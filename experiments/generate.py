@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import sys
 import time
@@ -142,13 +143,12 @@ def lower_steps(
     """
     model, options = _compiled_model(config), config.compiled
 
-    def build() -> Any:
-        tree = parameters.init_params(model, jax.random.key(0))
-        if not config.quantize_bits:
-            return tree
-        return quantized.quantize_params(tree, config.quantize_bits, config.group_size)
-
-    params = jax.eval_shape(build)
+    params = parameters.abstract_params(model)
+    if config.quantize_bits:
+        quantize = functools.partial(
+            quantized.quantize_params, bits=config.quantize_bits, group_size=config.group_size
+        )
+        params = jax.eval_shape(quantize, params)
     if mesh is not None:
         placed = sharding.named_shardings(params, parameters.logical_axes(model, params), mesh)
         params = jax.tree.map(

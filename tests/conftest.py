@@ -8,7 +8,7 @@ import pathlib
 # Before jax is imported anywhere: it reads these once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-# Most of the time of the tests is compilation; without most optimisations it takes half as long.
+# Most of the time of the tests is compilation; without most optimisations it takes less.
 # JAX_DISABLE_MOST_OPTIMIZATIONS=0 tests what users run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

@@ -10,6 +10,7 @@ Letters: B batch, T tokens, H query heads, K key heads, G = H / K, D, E widths o
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -19,12 +20,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import gpu, tpu
-from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.reference import reference
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.partition import Partition
 
-__all__ = ["Mask", "attention", "reference"]
+__all__ = ["attention"]
 
 _RULE = "b t k g d, b t k d, b t k e, b t -> b t k g e"
 _GRADIENT_RULE = "b t k g d, b t k d, b t k e, b t, b t k g e -> b t k g d, b t k d, b t k e"
@@ -78,42 +79,39 @@ def attention(
         segment_ids = jnp.zeros((batch, time), jnp.int32)
     elif segment_ids.shape != (batch, time):
         raise ValueError(f"attention: segment_ids {segment_ids.shape}, expected {(batch, time)}.")
-    mask = Mask(causal=causal, window=window, softcap=softcap)
+    scale = width**-0.5 if scale is None else scale
     call = _Call(
-        width**-0.5 if scale is None else scale, mask, block, implementation, interpret, partition
+        Scores(scale, causal, window, softcap),
+        block,
+        implementation,
+        interpret,
+        None if partition is None else tuple(sorted(partition.items())),
     )
     grouped = q.reshape(batch, time, kv_heads, heads // kv_heads, width)
     out = _attention(call, grouped, k, v, segment_ids)
     return out.reshape(batch, time, heads, v.shape[-1])
 
 
+@dataclasses.dataclass(frozen=True)
 class _Call:
-    """Static facts of one call, compared by value."""
+    """Static facts of one call."""
 
-    def __init__(self, scale, mask, block, implementation, interpret, partition):
-        self.scale, self.mask, self.block = scale, mask, block
-        self.implementation, self.interpret = implementation, interpret
-        self.partition = partition
-        axes = None if partition is None else tuple(sorted(partition.items()))
-        self._key = (scale, mask, block, implementation, interpret, axes)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Call) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+    how: Scores
+    block: int | None
+    implementation: Implementation | None
+    interpret: bool
+    partition: tuple[tuple[str, Any], ...] | None
 
     def bodies(self) -> tuple[Any, Any]:
         """(reference, planner of the kernels) of (q, k, v, segment ids)."""
-        options = {"scale": self.scale, "mask": self.mask}
 
         def kernels(q, k, v, *_):
+            options = {"how": self.how, "block": self.block, "interpret": self.interpret}
             return dispatch.Kernels(
-                tpu=tpu.plan(q, k, v, block=self.block, interpret=self.interpret, **options),
-                gpu=gpu.plan(q, k, v, block=self.block, interpret=self.interpret, **options),
+                tpu=tpu.plan(q, k, v, **options), gpu=gpu.plan(q, k, v, **options)
             )
 
-        return functools.partial(reference, **options), kernels
+        return functools.partial(reference, how=self.how), kernels
 
     def run(self, rule: str, xla: Any, kernels: Any, *arguments: Array) -> Any:
         return dispatch.call(
@@ -124,7 +122,7 @@ class _Call:
             rule=rule,
             whole=("t", "g", "d", "e"),
             implementation=self.implementation,
-            partition=self.partition,
+            partition=None if self.partition is None else dict(self.partition),
         )
 
 

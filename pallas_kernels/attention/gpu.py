@@ -5,18 +5,19 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.gpu import attention as triton
 
-from pallas_kernels.attention.masks import Mask, largest_block
+from pallas_kernels.attention.scores import Scores
+from pallas_kernels.blocks import largest_block
 from pallas_kernels.dispatch import Body, Unsupported
 
 _MOST, _LEAST = 64, 16
 
 
-def plan(q, k, v, *, scale: float, mask: Mask, block: int | None, interpret: bool) -> Body:
+def plan(q, k, v, *, how: Scores, block: int | None, interpret: bool) -> Body:
     """The kernel for arguments of these shapes; T is cut into the largest blocks up to 64."""
     time, width = q.shape[1], q.shape[-1]
     if q.size == 0:
         return Unsupported("there are no tokens")
-    if mask.window is not None or mask.softcap is not None:
+    if how.window is not None or how.softcap is not None:
         return Unsupported("it has no window and no soft cap")
     if width != v.shape[-1]:
         return Unsupported(f"keys of width {width} and values of width {v.shape[-1]}")
@@ -41,8 +42,8 @@ def plan(q, k, v, *, scale: float, mask: Mask, block: int | None, interpret: boo
             k,
             v,
             segment_ids,
-            sm_scale=scale,
-            causal=mask.causal,
+            sm_scale=how.scale,
+            causal=how.causal,
             block_sizes=sizes,
             interpret=interpret,
         )

@@ -59,7 +59,7 @@ def test_tpus(slice_name, function):
     result = compiled(slice_name, __name__, function)
     assert result["kernels"] >= 3
     if function == "long":
-        # One block of scores of all heads would be 2 * 32 * 8192^2 * 4 bytes = 17 GB.
+        # The scores of all heads would be 2 * 32 * 8192^2 * 4 bytes = 17 GB.
         assert result["temporaries"] < 1e9
 
 

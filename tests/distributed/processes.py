@@ -31,7 +31,6 @@ def started(count, arguments, folder, devices=1):
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "OMP_NUM_THREADS": "1",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FLAGS}",
     }
     processes = []

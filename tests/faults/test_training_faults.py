@@ -35,7 +35,6 @@ def outcomes(tmp_path_factory):
     environment = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": processes.FLAGS,
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels.attention import Mask, attention
+from pallas_kernels.attention import attention
 
 TIME = 256
 CASES = {
@@ -147,4 +147,6 @@ def test_wrong_arguments_are_named(operands):
     with pytest.raises(ValueError, match="segment_ids"):
         attention(q, k, v, segment_ids[:, :-1])
     with pytest.raises(ValueError, match="window=4 must be positive, with a causal mask"):
-        Mask(causal=False, window=4)
+        attention(q, k, v, causal=False, window=4)
+    with pytest.raises(ValueError, match="softcap=0 must be positive"):
+        attention(q, k, v, softcap=0)

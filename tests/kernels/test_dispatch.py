@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -115,9 +114,9 @@ def test_partitions_that_do_not_fit_are_refused(operands, mesh, partition, messa
         product(operands[0][:12], operands[1], partition=partition)
 
 
-def test_nothing_but_arrays_of_a_mesh_of_one_device_is_special(operands):
+def test_a_mesh_of_one_device_needs_no_partition(operands):
     one = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(one):
         assert "pallas_call" in primitives(product, *operands)
         result = jax.jit(product)(*operands)
-    assert jnp.isfinite(result).all()
+    np.testing.assert_allclose(result, operands[0] @ operands[1], rtol=1e-5, atol=1e-5)
