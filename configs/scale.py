@@ -1,6 +1,6 @@
 """Compiles the large configs for the slices that they are meant for, without owning one.
 
-python -m experiments.launch --config configs/scale.py --config.record=experiments
+python -m experiments.launch --config configs/scale.py --config.record=experiments/records
 python -m experiments.launch --config configs/scale.py:small
 
 Each compilation is stored as soon as it is done; the same command goes on where it was stopped.

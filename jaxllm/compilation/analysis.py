@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import re
@@ -79,6 +80,7 @@ class Step:
       compile_seconds: on this machine.
       xla_flops: operations a device by XLA's cost analysis, loop bodies counted once; None where
         the compiler gives none.
+      xla_bytes: of memory accessed on a device, likewise.
       xla_optimal_seconds: XLA's estimate of the time, loop bodies counted once; None where there is
         none above zero.
       summary: read from the HLO text; None where there is no text.
@@ -88,21 +90,31 @@ class Step:
     memory: Memory
     compile_seconds: float
     xla_flops: float | None
+    xla_bytes: float | None
     xla_optimal_seconds: float | None
     summary: hlo.Summary | None
     note: str
 
 
-def compile_step(lowered: jax.stages.Lowered, chip: Chip) -> Step:
+def compile_step(lowered: jax.stages.Lowered, chip: Chip, dump: pathlib.Path | None = None) -> Step:
     """Compiles for a chip that need not be there. A program too big for it is an answer.
+
+    Args:
+      lowered: the program.
+      chip: what it is compiled for.
+      dump: an empty folder where all that XLA writes about the program stays; None = nowhere.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler refuses the program for another reason.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = dump or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         # The text that a TPU's program prints itself fails to parse where collectives overlap with
         # a computation; the one that the compiler writes does not.
-        options: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        options: dict[str, str | bool] = {
+            "xla_dump_to": str(folder),
+            "xla_dump_hlo_as_text": True,
+        }
         start = time.perf_counter()
         try:
             compiled = lowered.compile(compiler_options=options)
@@ -112,9 +124,9 @@ def compile_step(lowered: jax.stages.Lowered, chip: Chip) -> Step:
                 raise
             memory = Memory(None, None, None, None, None, needed, chip.hbm_bytes)
             note = "the compiler refused the program: it needs more memory than there is"
-            return Step(memory, time.perf_counter() - start, None, None, None, note)
+            return Step(memory, time.perf_counter() - start, None, None, None, None, note)
         seconds = time.perf_counter() - start
-        summary, note = _summary(compiled, pathlib.Path(folder))
+        summary, note = _summary(compiled, folder)
     costs = compiled.cost_analysis() or {}
     # Of some large programs the estimate is negative.
     optimal = costs.get("optimal_seconds", 0.0)
@@ -122,6 +134,7 @@ def compile_step(lowered: jax.stages.Lowered, chip: Chip) -> Step:
         memory=_memory(compiled, chip),
         compile_seconds=seconds,
         xla_flops=costs.get("flops"),
+        xla_bytes=costs.get("bytes accessed"),
         xla_optimal_seconds=optimal if optimal > 0 else None,
         summary=summary,
         note=note,
@@ -185,7 +198,9 @@ def times(step: Step, work: Work | None, chip: Chip, devices: int) -> dict[str, 
 
     None of them is a measurement. `compute` and `collective` are lower bounds: matrix products at
     the bfloat16 peak, and bytes sent at the bandwidth of all links together. `cycles` is the
-    compiler's estimate for all that is no collective, loops multiplied (TPU only).
+    compiler's estimate for all that is no collective, loops multiplied (TPU only). Loops whose
+    trip count depends on values (experts in blocks of tokens) count once: with such there are no
+    utilisations.
 
     Returns:
       compute_seconds, collective_seconds, cycle_seconds; the operations that the method needs over
@@ -206,7 +221,7 @@ def times(step: Step, work: Work | None, chip: Chip, devices: int) -> dict[str, 
         cycles = step.summary.cycles / chip.clock_hz
     result |= {"compute_seconds": compute, "collective_seconds": collective}
     result["cycle_seconds"] = cycles
-    if work is not None and bound > 0:
+    if work is not None and bound > 0 and not step.summary.unknown_loops:
         needed = work.tokens * work.flops_per_token / (peak * devices)
         result["mfu_bound"] = needed / bound
         result["mfu_estimate"] = None if cycles is None else needed / max(bound, cycles)

@@ -2,9 +2,9 @@
 
 Figures are the vendors': Google Cloud's TPU system architecture pages (HBM, peak, bidirectional
 inter-chip bandwidth, halved here to what a chip can send) and NVIDIA's H200 data sheet (NVLink,
-likewise halved). Where the compiler of a TPU leaves a program less than the published HBM, that
-counts. The clock of a TPU is its bfloat16 peak over the operations that its matrix units
-do in a cycle.
+likewise halved); for 4-bit integers, of which the pages say nothing, Pallas' own table of TPUs.
+Where the compiler of a TPU leaves a program less than the published HBM, that counts. The clock of
+a TPU is its bfloat16 peak over the operations that its matrix units do in a cycle.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Chip:
       link_bandwidth: bytes a second that the device can send to its neighbours, all links together.
       dimensions: length of a topology's shape.
       devices_per_chip: devices that share a chip.
+      cores: of a device, which share the steps of a kernel.
       clock_hz: of a TPU's core; None where the compiler gives no cycles.
     """
 
@@ -40,20 +41,29 @@ class Chip:
     dimensions: int
     devices_per_chip: int = 1
     clock_hz: float | None = None
+    cores: int = 1
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
         Chip(
-            "v4", "tpu", int(30.75 * GIB), 1228e9, {"bfloat16": 275e12}, 300e9, 3, clock_hz=1.05e9
+            "v4",
+            "tpu",
+            int(30.75 * GIB),
+            1228e9,
+            {"bfloat16": 275e12},
+            300e9,
+            3,
+            clock_hz=1.05e9,
+            cores=2,
         ),
         Chip(
             "v5e",
             "tpu",
             int(15.75 * GIB),
             819e9,
-            {"bfloat16": 197e12, "int8": 393e12},
+            {"bfloat16": 197e12, "int8": 393e12, "int4": 788e12},
             200e9,
             2,
             clock_hz=1.5e9,
@@ -63,17 +73,18 @@ CHIPS = {
             "tpu",
             95 * GIB,
             2765e9,
-            {"bfloat16": 459e12, "int8": 918e12},
+            {"bfloat16": 459e12, "int8": 918e12, "int4": 1840e12},
             600e9,
             3,
             clock_hz=1.75e9,
+            cores=2,
         ),
         Chip(
             "v6e",
             "tpu",
             int(31.24 * GIB),
             1640e9,
-            {"bfloat16": 918e12, "int8": 1836e12},
+            {"bfloat16": 918e12, "int8": 1836e12, "int4": 3680e12},
             400e9,
             2,
             clock_hz=1.75e9,

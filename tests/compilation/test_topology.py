@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import pathlib
 
@@ -135,12 +136,16 @@ def test_temporaries_that_are_too_many_ask_for_remat_and_microbatches():
 def test_utilisation_comes_from_the_slowest_bound():
     chip, work = CHIPS["v5p"], Work(1, 1000, 459e9)
     reduced = Collective("all-reduce", 3, int(600e6), 4)
-    step = Step(memory(1, 1), 1.0, None, None, Summary((reduced,), 459e12, 3.5e9, 0), "")
+    step = Step(memory(1, 1), 1.0, None, None, None, Summary((reduced,), 459e12, 3.5e9, 0), "")
     found = analysis.times(step, work, chip, devices=1)
     assert found["compute_seconds"] == pytest.approx(1.0)
     assert found["collective_seconds"] == pytest.approx(3 * 600e6 * 1.5 / 600e9)
     assert found["cycle_seconds"] == pytest.approx(2.0)
     assert found["mfu_bound"] == pytest.approx(1.0)
     assert found["mfu_estimate"] == pytest.approx(0.5)
-    nothing = analysis.times(Step(memory(1, 1), 1.0, None, None, None, "why"), work, chip, 1)
+    open_ended = dataclasses.replace(
+        step, summary=dataclasses.replace(step.summary, unknown_loops=1)
+    )
+    assert analysis.times(open_ended, work, chip, devices=1)["mfu_bound"] is None
+    nothing = analysis.times(Step(memory(1, 1), 1.0, None, None, None, None, "why"), work, chip, 1)
     assert set(nothing.values()) == {None}

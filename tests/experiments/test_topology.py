@@ -12,7 +12,7 @@ from experiments.errors import UsageError
 from tests.aot.programs import needs_libtpu
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-RECORD = ROOT / "experiments" / "scale.json"
+RECORD = ROOT / "experiments" / "records" / "scale.json"
 
 
 def refused(capsys, *arguments: str) -> str:
@@ -65,6 +65,7 @@ def record(**changes) -> dict:
         "hlo_flops_per_token": 8.0,
         "xla_optimal_seconds": 0.029,
         "collectives": None,
+        "loops_counted_once": 0,
         "estimates": dict.fromkeys(("compute_seconds", "mfu_bound", "mfu_estimate")),
         "compile_seconds": 1.0,
     }
@@ -83,6 +84,9 @@ def record(**changes) -> dict:
 def test_the_comparison_takes_only_the_same_mesh_batch_and_recomputation():
     [ratios] = scale.compare({"a": record()}).values()
     assert ratios == pytest.approx({"arguments": 1, "temporaries": 2, "optimal_seconds": 0.5})
+    open_ended = record()
+    open_ended["steps"]["train_step"]["loops_counted_once"] = 2
+    assert scale.compare({"a": open_ended})["pretrain:llama3_8b"]["optimal_seconds"] is None
     others = [record(mesh={"fsdp": 16, "tensor": 4}), record(topology="v5e:8x8")]
     others += [record(overrides=[]), record(config="pretrain:olmoe_7b")]
     assert scale.compare(dict(enumerate(others))) == {}
